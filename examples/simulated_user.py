@@ -1,0 +1,498 @@
+"""Simulated users: ask, read the reply, react. The environment loop, from outside the system.
+
+Several users (threads) with an ordinary OpenAI client talk to the proxy. A user asks a question in
+a new session, checks the reply as the persona would, and says what it thinks of it; that reaction
+is all the system learns from. Reading order: persona -> one request -> one conversation ->
+held-out measurement -> score under the hinted base -> the run.
+
+    before   HELD_OUT questions, several times each, as side turns (never trained); and once each
+             with the persona's hint appended: what the model says if it is told the wish each time
+    talk     questions and reactions, until --max-turns or a file `stop_users` in the run directory
+    after    HELD_OUT again, once main.py says that the last step is served
+
+Only HTTP and files of the run directory connect it with the rest. It writes users.json and
+`talk_done`, and reads `stop_users`, `measure_after` and, for token ids, turns.jsonl.
+
+Run it alone, beside a proxy that is up:
+    python examples/simulated_user.py --run-dir runs/mine --users 4 --max-turns 20 --no-wait
+
+Add a persona: a row in PERSONAS below, or in a file of your own given as --extra FILE:
+    from simulated_user import PERSONAS, Persona
+    PERSONAS["shouter"] = Persona(
+        questions=["What is rust?"], held_out=["What is snow?"],
+        check=lambda reply, finish_reason: reply.isupper(),
+        pleased=["Thanks, LOUD enough."], complaints=["No, too quiet. Answer in capital letters."],
+        hint="Answer in capital letters.")
+"""
+import argparse
+import contextlib
+import functools
+import importlib.util
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+from questions import HELD_OUT, QUESTIONS
+
+REQUEST_TIMEOUT = 120  # seconds
+REFUSALS = 5           # connections refused in a row: the proxy is gone
+PROGRESS_EVERY = 50    # replies
+
+
+def say(text):
+    print(text, flush=True)
+
+
+# ---------------------------------------------------------------------------------- personas
+
+@dataclass(frozen=True)
+class Persona:
+    questions: list[str]
+    held_out: list[str]                 # asked before and after, never in between
+    check: Callable[[str, str], bool]   # (reply, finish_reason) -> is this reply good?
+    pleased: list[str]                  # what the user says to a good reply
+    complaints: list[str]               # and to a bad one: the wish, as a plain instruction
+    hint: str                           # the wish; only the measurement of the hinted base uses it
+
+
+def is_concise(reply, finish_reason):
+    """Good = ends by itself, is not empty and has at most 25 words."""
+    return finish_reason == "stop" and 0 < len(reply.split()) <= 25
+
+
+PERSONAS = {
+    "concise": Persona(
+        questions=QUESTIONS, held_out=HELD_OUT, check=is_concise,
+        pleased=[
+            "Thanks, that is exactly what I wanted.",
+            "Perfect, thank you!",
+            "Great, that is just the right length. Thanks.",
+            "Thank you, short and clear.",
+            "Good answer, thanks.",
+        ],
+        complaints=[
+            "That is too long. Answer in one short sentence.",
+            "No, that is too long. Please answer in one short sentence.",
+            "Too long! Just answer in one short sentence.",
+            "No, I did not ask for a lecture. Answer in one short sentence, please.",
+            "This is much too long for me. Answer in only one short sentence.",
+            "No, too long. Answer me in one short sentence.",
+        ],
+        hint="Answer in one short sentence."),
+}
+
+
+def with_hint(question, hint):
+    return question + "\n" + hint
+
+
+def load_extra(path):
+    """Import the student's file. This script runs as __main__: without the first line the file's
+    `from simulated_user import PERSONAS` would fill the table of a second copy of it."""
+    sys.modules["simulated_user"] = sys.modules[__name__]
+    sys.path.append(str(Path(__file__).resolve().parent.parent))  # the same file may add a loss
+    spec = importlib.util.spec_from_file_location("extra", path)
+    sys.modules["extra"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["extra"])
+
+
+# ------------------------------------------------------------------- what the threads share
+
+def shuffled_for_ever(questions, seed):
+    for lap in itertools.count():
+        order = list(questions)
+        random.Random(f"{seed}-{lap}").shuffle(order)
+        yield from order
+
+
+class Shared:
+    """The client, the questions still to ask, the counts and the report, for all user threads."""
+
+    def __init__(self, args, persona):
+        self.args, self.persona, self.run_dir = args, persona, Path(args.run_dir)
+        # max_retries=0: a refused request must show in the counts, not be hidden by the client
+        self.client = openai.OpenAI(base_url=args.base_url, api_key=args.api_key, max_retries=0,
+                                    timeout=REQUEST_TIMEOUT)
+        self.lock, self.over = threading.Lock(), threading.Event()
+        self.questions = shuffled_for_ever(persona.questions, args.seed)
+        self.asked, self.replied, self.refused = 0, 0, 0
+        self.recent = deque(maxlen=PROGRESS_EVERY)  # was the reply good?
+        self.requests = {"ok": 0, "failed": 0, "rejected": 0}
+        self.report = empty_report(args, persona, self.requests)
+
+    def next_question(self):
+        """(n, question), or None when the talk is over."""
+        with self.lock:
+            stop = self.over.is_set() or (self.run_dir / "stop_users").exists()
+            if stop or 0 < self.args.max_turns <= self.asked:
+                return None
+            self.asked += 1
+            return self.asked - 1, next(self.questions)
+
+    def count_request(self, outcome, refused=False):
+        with self.lock:
+            self.requests[outcome] += 1
+            self.refused = self.refused + 1 if refused else 0
+
+    def check_proxy(self):
+        """Ends each user's thread once the proxy is gone; main() meets the sentence in result()."""
+        if self.refused >= REFUSALS:
+            raise SystemExit(f"users: nobody listens at {self.args.base_url} ({REFUSALS} "
+                             "connections refused in a row): is the proxy still running?")
+
+    def count_reply(self, good):
+        with self.lock:
+            self.replied += 1
+            self.recent.append(good)
+            if self.replied % PROGRESS_EVERY == 0:
+                counts = ", ".join(f"{name} {count}" for name, count in self.requests.items())
+                say(f"users: {self.replied} replies, {sum(self.recent)} of the last "
+                    f"{PROGRESS_EVERY} good; requests: {counts}")
+
+
+# ------------------------------------------------------------------------------- one request
+
+@dataclass
+class Reply:
+    id: str
+    text: str
+    finish_reason: str
+    tokens: int | None  # completion tokens; a stream does not tell
+
+
+def read_whole(response):
+    choice = response.choices[0]
+    tokens = response.usage.completion_tokens if response.usage else None
+    return Reply(response.id, choice.message.content or "", choice.finish_reason, tokens)
+
+
+def read_stream(stream):
+    """A stream that ends without a finish_reason is a broken one, with or without its [DONE]."""
+    reply = Reply("", "", "", None)
+    for chunk in stream:
+        for choice in chunk.choices:
+            reply.id = chunk.id
+            reply.text += choice.delta.content or ""
+            reply.finish_reason = choice.finish_reason or reply.finish_reason
+    if not reply.finish_reason:
+        raise openai.OpenAIError("the stream ended without a finish_reason")
+    return reply
+
+
+def request(shared, messages, headers, stream=False, **options):
+    """One request, counted: its Reply, or None if it failed. The sampling is the run's own."""
+    shared.check_proxy()
+    try:
+        response = shared.client.chat.completions.create(
+            model="policy", messages=messages, extra_headers=headers, stream=stream, **options)
+        reply = read_stream(response) if stream else read_whole(response)
+    except openai.OpenAIError as error:
+        note_failure(shared, headers["X-Session-Id"], error)
+        return None
+    shared.count_request("ok")
+    return reply
+
+
+def note_failure(shared, session, error):
+    outcome = "rejected" if getattr(error, "status_code", None) in (429, 503) else "failed"
+    what = " ".join(f"{type(error).__name__}: {error} {error.__cause__ or ''}".split())
+    # one write, not print(): lines of several threads would run into each other
+    sys.stderr.write(f"users: session {session}: {outcome}: {what[:200]}\n")
+    shared.count_request(outcome, refused="refused" in str(error.__cause__))
+    shared.check_proxy()
+
+
+# -------------------------------------------------------------------------- one conversation
+
+def converse(shared, n, question):
+    """Ask and react. True if both requests went through."""
+    session = {"X-Session-Id": f"{shared.args.persona}-{shared.args.seed}-{n}"}
+    asked = [{"role": "user", "content": question}]
+    reply = request(shared, asked, session, stream=n % 2 == 1)  # both code paths are exercised
+    if reply is None:
+        return False
+    good = shared.persona.check(reply.text, reply.finish_reason)
+    shared.count_reply(good)
+    said = asked + [{"role": "assistant", "content": reply.text},
+                    {"role": "user", "content": reaction(shared, n, good)}]
+    # The answer to the reaction interests nobody: one token, and the session is done.
+    return request(shared, said, session | {"X-Session-Done": "1"}, max_tokens=1) is not None
+
+
+def reaction(shared, n, good):
+    """Seeded by n, not drawn from a shared stream: the order of the threads must not matter."""
+    choices = shared.persona.pleased if good else shared.persona.complaints
+    return random.Random(f"{shared.args.seed}-reaction-{n}").choice(choices)
+
+
+def wait_for_update(shared):
+    """--lockstep: ask nothing while a batch is being trained (the synchronous baseline)."""
+    url = shared.args.base_url.removesuffix("/v1") + "/healthz"
+    while not (shared.over.is_set() or (shared.run_dir / "stop_users").exists()):
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            if not json.load(answer)["training"]:
+                return
+        time.sleep(0.2)
+
+
+def user(shared):
+    while (turn := shared.next_question()) is not None:
+        if shared.args.lockstep:
+            wait_for_update(shared)
+        if not converse(shared, *turn):
+            shared.over.wait(1)
+
+
+def talk(shared):
+    with ThreadPoolExecutor(shared.args.users) as pool:
+        users = [pool.submit(user, shared) for _ in range(shared.args.users)]
+        wait(users, return_when=FIRST_EXCEPTION)
+        shared.over.set()  # a user that crashed stops the others, and result() raises its error
+        for one in users:
+            one.result()
+
+
+# ---------------------------------------------------------------------- held-out measurement
+
+def ask_held_out(shared, phase, hint, i, k):
+    """Held-out question i, sample k, as a side turn under the run's sampling: a row, or None."""
+    question = shared.persona.held_out[i]
+    headers = {"X-Turn-Type": "side", "X-Sampling": "run",
+               "X-Session-Id": f"held-out-{phase}-{i}-{k}"}
+    content = with_hint(question, hint) if hint else question
+    reply = request(shared, [{"role": "user", "content": content}], headers)
+    if reply is None:
+        return None
+    return {"question": i, "sample": k, "id": reply.id, "text": reply.text,
+            "finish_reason": reply.finish_reason, "tokens": reply.tokens,
+            "good": shared.persona.check(reply.text, reply.finish_reason)}
+
+
+def measure(shared, phase, samples, hint=None):
+    """Ask every held-out question `samples` times; a request that failed leaves no row."""
+    rows = shared.report["replies"][phase]  # filled as they come: a SIGTERM finds what there is
+    jobs = [(i, k) for k in range(samples) for i in range(len(shared.persona.held_out))]
+    with ThreadPoolExecutor(shared.args.users) as pool:
+        for row in pool.map(lambda job: ask_held_out(shared, phase, hint, *job), jobs):
+            if row is not None:
+                rows.append(row)
+    say(f"held-out {phase}: {summary(rows)}")
+    return rows
+
+
+def mean(numbers):
+    numbers = [number for number in numbers if number is not None]
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def shown(number, form):
+    return "-" if number is None else format(number, form)
+
+
+def summary(rows):
+    tokens = shown(mean(row["tokens"] for row in rows), ".0f")
+    return f"{sum(row['good'] for row in rows)} of {len(rows)} good, mean {tokens} tokens"
+
+
+def measure_policy(shared, phase):
+    rows = measure(shared, phase, shared.args.held_out_samples)
+    result = shared.report["held_out"]
+    result["n_" + phase] = len(rows)
+    result[phase] = mean(row["good"] for row in rows)
+    result["mean_tokens_" + phase] = mean(row["tokens"] for row in rows)
+    result["nll_" + phase] = mean_nll(shared, phase, rows)
+
+
+# ----------------------------------------------- negative log-prob under the hinted base model
+
+def post(url, body):
+    """Straight to the engine, which is on loopback: no http_proxy of the environment."""
+    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(urllib.request.Request(url, data, headers), timeout=REQUEST_TIMEOUT) as answer:
+        return json.load(answer)
+
+
+@functools.cache
+def prompt_ids(score_url, model, text):
+    body = {"model": model, "messages": [{"role": "user", "content": text}],
+            "add_generation_prompt": True}
+    return post(f"{score_url}/tokenize", body)["tokens"]
+
+
+def reply_nlls(score_url, model, prompt, response):
+    """-log p(token | prompt, tokens before it), for every token of the response."""
+    body = {"model": model, "prompt": prompt + response, "max_tokens": 1, "temperature": 1,
+            "prompt_logprobs": 0}  # 0: the actual token's own, and no others
+    entries = post(f"{score_url}/v1/completions", body)["choices"][0]["prompt_logprobs"]
+    assert len(entries) == len(prompt) + len(response), (
+        f"{len(entries)} log-probs for {len(prompt)} + {len(response)} tokens")
+    entries = entries[len(prompt):]
+    return [-entry[str(token)]["logprob"] for entry, token in zip(entries, response, strict=True)]
+
+
+def read_response_ids(path, wanted):
+    """{turn: response_ids}. The last line may be half written: then it has no line end yet."""
+    if not path.exists():
+        return {}
+    with path.open() as lines:
+        events = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {event["turn"]: event["response_ids"] for event in events
+            if event["event"] == "reply" and event["turn"] in wanted}
+
+
+def response_ids(shared, wanted):
+    """The same, with 5 s of patience: the proxy may write a turn a moment after it answered."""
+    give_up = time.monotonic() + 5
+    while True:
+        found = read_response_ids(shared.run_dir / "turns.jsonl", wanted)
+        if len(found) == len(wanted) or time.monotonic() > give_up:
+            return found
+        time.sleep(0.2)
+
+
+def mean_nll(shared, phase, rows):
+    """Sum over all tokens of the replies / their count: how natural the hinted base finds them."""
+    args, persona, nlls = shared.args, shared.persona, []
+    if not args.score_url or not rows:
+        return None
+    found = response_ids(shared, {row["id"] for row in rows})
+    for row in rows:
+        if row["id"] in found:
+            text = with_hint(persona.held_out[row["question"]], persona.hint)
+            prompt = prompt_ids(args.score_url, args.score_model, text)
+            nlls += reply_nlls(args.score_url, args.score_model, prompt, found[row["id"]])
+    say(f"held-out {phase}: {shown(mean(nlls), '.3f')} nats per token under the hinted base "
+        f"({len(found)} of {len(rows)} replies found in turns.jsonl)")
+    return mean(nlls)
+
+
+# ----------------------------------------------------------------------------------- the run
+
+def empty_report(args, persona, requests):
+    n = len(persona.held_out) * args.held_out_samples
+    held_out = {"n": n, "before": None, "after": None, "n_before": 0, "n_after": 0,
+                "nll_before": None, "nll_after": None, "nll_hinted_base": None,
+                "mean_tokens_before": None, "mean_tokens_after": None}
+    return {"persona": args.persona, "seed": args.seed, "asked": 0, "requests": requests,
+            "held_out": held_out, "phases_s": {"before": None, "talk": None, "after": None},
+            "replies": {"before": [], "after": [], "hinted": []}}
+
+
+def write_report(shared):
+    """Through a second file: a reader never sees half of it."""
+    shared.report["asked"] = shared.asked
+    part = shared.run_dir / "users.json.part"
+    part.write_text(json.dumps(shared.report, indent=1))
+    os.replace(part, shared.run_dir / "users.json")
+
+
+@contextlib.contextmanager
+def timed(shared, phase):
+    start = time.monotonic()
+    yield
+    shared.report["phases_s"][phase] = round(time.monotonic() - start, 1)
+
+
+def wait_for_main(shared, limit=600):
+    """The last turns are still being judged and trained; main.py says when that is done."""
+    give_up = time.monotonic() + limit
+    while not (shared.run_dir / "measure_after").exists():
+        if time.monotonic() > give_up:
+            return say(f"users: no file measure_after within {limit} s: measuring now")
+        time.sleep(0.2)
+
+
+def run(shared):
+    with timed(shared, "before"):
+        measure_policy(shared, "before")
+        hinted = measure(shared, "hinted", 1, shared.persona.hint)  # version 0 is the base model
+        shared.report["held_out"]["nll_hinted_base"] = mean_nll(shared, "hinted", hinted)
+    write_report(shared)
+    with timed(shared, "talk"):
+        talk(shared)
+    (shared.run_dir / "talk_done").touch()
+    say(f"users: talk done, {shared.asked} questions asked, requests {shared.requests}")
+    if not shared.args.no_wait:
+        wait_for_main(shared)
+    with timed(shared, "after"):
+        measure_policy(shared, "after")
+
+
+def say_result(shared):
+    result, replies = shared.report["held_out"], shared.report["replies"]
+    for phase in ("before", "after"):
+        nll = shown(result["nll_" + phase], ".3f")
+        say(f"result {phase}: {summary(replies[phase])}, {nll} nats per token")
+
+
+def stop_on_signals(shared):
+    """SIGTERM, or the Ctrl-C that main.py got too: write what there is and leave at once; the
+    threads may sit in a request for two minutes, so nobody is waited for."""
+    def leave(*_):
+        write_report(shared)
+        os._exit(0)
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGINT, leave)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--base-url", default="http://127.0.0.1:30000/v1")
+    add("--api-key", default="none")
+    add("--persona", default="concise")
+    add("--users", type=int, default=8, help="how many talk at once")
+    add("--max-turns", type=int, default=300, help="questions to ask in all, 0: until stop_users")
+    add("--seed", type=int, default=0)
+    add("--run-dir", required=True)
+    add("--held-out-samples", type=int, default=2, help="replies per held-out question")
+    add("--score-url", help="the policy engine, without /v1; none: no negative log-probs")
+    add("--score-model", help="the base model's name at --score-url")
+    add("--lockstep", action="store_true", help="ask nothing while a batch is being trained")
+    add("--extra", help="a Python file that may add rows to PERSONAS")
+    add("--no-wait", action="store_true", help="measure at once: no main.py to wait for")
+    args = parser.parse_args()
+    check_args(parser, args)
+    return args
+
+
+def check_args(parser, args):
+    if args.extra:
+        load_extra(args.extra)
+    if args.persona not in PERSONAS:
+        parser.error(f"--persona {args.persona}: choose one of {', '.join(PERSONAS)}")
+    if args.score_url and not args.score_model:
+        parser.error("--score-url needs --score-model: the name that the engine knows")
+
+
+def main():
+    args = parse_args()
+    shared = Shared(args, PERSONAS[args.persona])
+    shared.run_dir.mkdir(parents=True, exist_ok=True)
+    for name in ("talk_done", "measure_after"):  # left by an earlier run in the same directory
+        (shared.run_dir / name).unlink(missing_ok=True)
+    stop_on_signals(shared)
+    try:
+        run(shared)
+    finally:
+        write_report(shared)
+    say_result(shared)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,671 @@
+"""The one command: `python main.py --mode opd`. Config, start-up order, queues, supervision, shut-down.
+
+Place in the system: starts the policy engine (sync.py), the judge threads (judge.py), the proxy
+(proxy.py) and the trainer (trainer.py), holds the queue that joins them, and ends them all.
+
+Reading order: Config -> run -> supervise -> finish.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field, fields
+from multiprocessing import managers
+from pathlib import Path
+
+import proxy
+from judge import HINT_CHOICE, JUDGES, SCHEDULES, JudgeThreads, SampleQueue
+from sync import BASE, HERE, Child, engine_command, engine_env, free_port, wait_ready
+
+AUTO = "auto"
+DEMO_MODEL = HERE / "models" / "SmolLM2-135M-Instruct"
+
+
+class Problem(Exception):
+    """Something the user can change; shown as one sentence, exit code 1."""
+
+
+def knob(default, group, text, choices=None):
+    return field(default=default, metadata={"group": group, "help": text, "choices": choices})
+
+
+@dataclass
+class Config:
+    """Every knob, once. `auto` is filled from PRESETS for the hardware found."""
+
+    mode: str = knob("opd", "run", "learn from scores, from hints, or both", ("rl", "opd", "combine"))
+    steps: int = knob(0, "run", "end training after this many updates (0: never)")
+    simulate: str = knob("", "run", "talk to a simulated user of this persona, then end: concise")
+    max_turns: int = knob(0, "run", "questions that the simulated users ask (0: no limit)")
+    users: int = knob(8, "run", "simulated users at once")
+    lockstep: bool = knob(False, "run", "simulated users wait while a batch is being trained")
+    run_dir: str = knob("", "run", "where everything is recorded (default runs/<time>-<mode>)")
+    seed: int = knob(0, "run", "for questions, sampling and initial adapter")
+    extra: str = knob("", "run", "a Python file that may add rows to LOSSES, SCHEDULES, PERSONAS")
+    tracker: str = knob("", "run", "a tracker that accelerate knows, such as tensorboard or wandb")
+
+    model: str = knob(AUTO, "model", "a folder or a name on the Hugging Face hub")
+    engine_dtype: str = knob(AUTO, "model", "arithmetic of engine and trainer",
+                             (AUTO, "bfloat16", "float32"))
+    max_model_len: int = knob(AUTO, "model", "window: prompt + reply, tokens")
+    max_tokens: int = knob(AUTO, "model", "reply limit for clients that give none, tokens")
+    temperature: float = knob(1.0, "model", "of sampling, log-probs and teacher alike")
+
+    host: str = knob("127.0.0.1", "serving", "address to listen on; others than loopback need a key")
+    port: int = knob(30000, "serving", "port to listen on")
+    served_name: str = knob("policy", "serving", "model name that clients see")
+    api_key_file: str = knob("", "serving", "file with the key for clients (or env OPENCLAW_API_KEY)")
+    client_sampling: str = knob("ignore", "serving", "ignore: main turns get the run's sampling; "
+                                "respect: as asked, untrained where it differs", ("ignore", "respect"))
+    pause: str = knob("hold", "serving", "while full weights are swapped: hold requests, or refuse "
+                      "them with 503", ("hold", "reject"))
+    session_timeout: float = knob(1800, "serving", "silence after which a session is over, s")
+    max_requests: int = knob(64, "serving", "requests at once; further ones get 429")
+    max_body_mb: int = knob(16, "serving", "largest request body, MiB")
+    request_timeout: float = knob(600, "serving", "longest silence of the engine, s")
+    overload: str = knob("serve", "serving", "when the trainer is behind: serve untrained, or refuse "
+                         "with 429", ("serve", "429"))
+
+    judge: str = knob(AUTO, "judging", "lexicon needs no model and reads approval and correction words",
+                      (AUTO, *JUDGES))
+    judge_url: str = knob("", "judging", "an OpenAI-compatible URL ending in /v1 (key in env JUDGE_KEY)")
+    judge_model: str = knob("", "judging", "model name at that URL")
+    judge_timeout: float = knob(60, "judging", "longest time for one vote, s")
+    judge_max_tokens: int = knob(1024, "judging", "answer limit of the judge, tokens")
+    judge_threads: int = knob(8, "judging", "turns judged at once")
+    votes: int = knob(0, "judging", "votes per turn (0: 3 scores in rl; else 1 score and 3 hints)")
+    eval: bool = knob(True, "judging", "score turns in opd too, for reporting")
+    hint_choice: str = knob("longest", "judging", "which valid hint teaches", tuple(HINT_CHOICE))
+    teacher: str = knob(AUTO, "judging", "who scores replies under the hinted prompt: the trainer "
+                        "(base model) or the judge's engine", (AUTO, "trainer", "engine"))
+    train_cut: str = knob("all", "judging", "what replies cut by the limit give: all parts, the hint "
+                          "part, nothing", ("all", "hint", "none"))
+    at_least_one: bool = knob(False, "judging", "rl: keep a session's first turn even if it scored 0")
+
+    lora_rank: int = knob(AUTO, "training", "rank of the adapter; 0 trains the full weights")
+    lr: float = knob(AUTO, "training", "AdamW's learning rate")
+    batch_size: int = knob(16, "training", "trainable turns per update")
+    loss: str = knob("ppo", "training", "row of trainer.LOSSES")
+    loss_agg: str = knob("sample", "training", "mean over tokens then samples, or over all tokens",
+                         ("sample", "token"))
+    w_rl: float = knob(1.0, "training", "weight of the score")
+    w_opd: float = knob(1.0, "training", "weight of the hint")
+    opd_clip: float = knob(5.0, "training", "bound of teacher_logp - prox_logp per token")
+    clip_low: float = knob(0.2, "training", "ratio is clipped below 1 - this")
+    clip_high: float = knob(0.28, "training", "ratio is clipped above 1 + this")
+    dual_clip: float = knob(10.0, "training", "bound of the loss per token for bad turns, times |A|")
+    max_grad_norm: float = knob(1.0, "training", "gradient clipping")
+    token_budget: int = knob(AUTO, "training", "padded tokens per micro-batch")
+    gradient_checkpointing: bool = knob(AUTO, "training", "recompute activations to save memory")
+    schedule: str = knob("greedy", "training", "order of training: " + ", ".join(SCHEDULES))
+    window: int = knob(64, "training", "places looked at by --schedule windowed")
+    max_staleness: int = knob(4, "training", "oldest turn to train, in updates (-1: any age)")
+    max_wait: float = knob(0, "training", "train a smaller batch after this long without a new "
+                           "sample, s (0: never)")
+    sync_every: int = knob(1, "training", "updates between weight syncs")
+
+    gpus: str = knob(AUTO, "hardware", "GPUs for trainer, policy engine, judge engine, such as 4,2,2")
+    lora_slots: int = knob(4, "hardware", "adapter versions that can be in use at once")
+    gpu_share: float = knob(0.85, "hardware", "part of a GPU's memory for an engine")
+    kv_cache_gb: int = knob(1, "hardware", "CPU engine: memory for keys and values, GiB")
+    engine_cores: str = knob("", "hardware", "CPU engine: cores, such as 0 or 0-1 (default: all)")
+    trainer_cores: str = knob("", "hardware", "CPU trainer: cores, such as 1 (default: all)")
+
+
+PRESETS = {
+    "cpu": dict(model=str(DEMO_MODEL), lora_rank=16, lr=2e-4, max_tokens=96, max_model_len=4096,
+                engine_dtype="bfloat16", judge="lexicon", token_budget=2048,
+                gradient_checkpointing=False),
+    "cpu-full": dict(model=str(DEMO_MODEL), lora_rank=0, lr=1e-5, max_tokens=96, max_model_len=4096,
+                     engine_dtype="bfloat16", judge="lexicon", token_budget=2048,
+                     gradient_checkpointing=False),
+    "gpu-lora": dict(model="Qwen/Qwen3-4B-Instruct-2507", lora_rank=16, lr=1e-4, max_tokens=2048,
+                     max_model_len=32768, engine_dtype="bfloat16", judge="llm", token_budget=16384,
+                     gradient_checkpointing=True),
+    "gpu-full": dict(model="Qwen/Qwen3-4B-Instruct-2507", lora_rank=0, lr=1e-6, max_tokens=2048,
+                     max_model_len=32768, engine_dtype="bfloat16", judge="llm", token_budget=16384,
+                     gradient_checkpointing=True),
+}
+LAYOUTS = {0: (0, 0, 0), 1: (0, 1, 0), 2: (1, 1, 0), 4: (2, 1, 1), 8: (4, 2, 2)}  # 0: shared
+SECRET = ("api_key", "judge_key")  # set beside the knobs, never written anywhere
+
+
+def parse(argv):
+    """Flags from the fields of Config -> Config, `auto` filled in."""
+    parser = argparse.ArgumentParser(
+        prog="main.py", allow_abbrev=False, description=__doc__.split("\n")[0],
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100))
+    parser.error = bad_flag
+    groups = {}
+    for f in fields(Config):
+        meta, kind = f.metadata, f.type
+        group = groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
+        flag, text = "--" + f.name.replace("_", "-"), f"{meta['help']} [{f.default}]".replace("%", "%%")
+        if kind is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default,
+                               help=text)
+        else:
+            group.add_argument(flag, type=or_auto(kind), default=f.default, help=text,
+                               choices=meta["choices"],
+                               metavar=None if meta["choices"] else kind.__name__.upper())
+    return fill(Config(**vars(parser.parse_args(argv))))
+
+
+def or_auto(kind):
+    def value(text):
+        return text if text == AUTO else kind(text)
+
+    value.__name__ = kind.__name__  # for argparse's messages
+    return value
+
+
+def bad_flag(message):
+    raise Problem(f"{message} (see python main.py --help)")
+
+
+def fill(cfg):
+    """Replace every `auto`, add what is derived from the machine and the environment."""
+    gpus = visible_gpus()
+    cfg.device = "cuda" if gpus else "cpu"
+    full = cfg.lora_rank == 0
+    preset = f"gpu-{'full' if full else 'lora'}" if gpus else "cpu-full" if full else "cpu"
+    for key, value in PRESETS[preset].items():
+        if getattr(cfg, key) == AUTO:
+            setattr(cfg, key, value)
+    cfg.preset, cfg.layout = preset, layout_for(cfg.gpus, gpus)
+    if cfg.teacher == AUTO:
+        own = cfg.layout["judge"] and not cfg.judge_url
+        cfg.teacher = "engine" if not cfg.lora_rank and own else "trainer"
+    cfg.run_dir = cfg.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.mode}"
+    cfg.api_key = os.environ.get("OPENCLAW_API_KEY", "")
+    if cfg.api_key_file:
+        cfg.api_key = read_key(cfg.api_key_file)
+    cfg.judge_key = os.environ.get("JUDGE_KEY", "")
+    validate(cfg)
+    return cfg
+
+
+def read_key(path):
+    try:
+        key = Path(path).read_text().strip()
+    except OSError as error:
+        raise Problem(f"--api-key-file {path} cannot be read: {error.strerror}") from None
+    if not key:
+        raise Problem(f"--api-key-file {path} is empty")
+    return key
+
+
+def visible_gpus():
+    """Ids of the GPUs that we may use."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [g for g in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if g and g != "-1"]
+    if not shutil.which("nvidia-smi"):
+        return []
+    out = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
+    return [str(i) for i, line in enumerate(out.splitlines()) if line.startswith("GPU ")]
+
+
+def layout_for(wish, gpus):
+    """-> {'trainer' | 'policy' | 'judge': device ids}; an empty list shares the policy's."""
+    n = len(gpus)
+    if wish == AUTO:
+        sizes = LAYOUTS[max(k for k in LAYOUTS if k <= n)]
+    else:
+        try:
+            sizes = tuple(int(x) for x in wish.split(","))
+        except ValueError:
+            sizes = ()
+        if len(sizes) != 3 or sum(sizes) > n or not sizes[1]:
+            raise Problem(f"--gpus {wish}: three numbers (trainer, policy, judge) with a sum of at most "
+                          f"{n}, the GPUs visible here, and at least one for the policy")
+    trainer, policy, judge = sizes
+    ids = iter(gpus)
+    out = {"policy": [next(ids) for _ in range(policy)], "judge": [next(ids) for _ in range(judge)]}
+    out["trainer"] = [next(ids) for _ in range(trainer)] or out["policy"][:1]
+    return out
+
+
+def validate(cfg):
+    """Wrong settings end here, with a sentence that says what to change."""
+    rules = [
+        (cfg.temperature > 0, f"--temperature {cfg.temperature} must be above 0: log-probs need it"),
+        (cfg.batch_size > 0, "--batch-size must be at least 1"),
+        (cfg.max_tokens < cfg.max_model_len, f"--max-tokens {cfg.max_tokens} must be below "
+         f"--max-model-len {cfg.max_model_len}"),
+        (cfg.schedule in SCHEDULES or cfg.extra, f"--schedule {cfg.schedule} is not one of "
+         f"{', '.join(SCHEDULES)}"),
+        (cfg.schedule != "windowed" or cfg.window >= cfg.batch_size,
+         f"--window {cfg.window} must be at least --batch-size {cfg.batch_size}"),
+        (cfg.host in proxy.LOOPBACK or cfg.api_key, f"--host {cfg.host} can be reached from outside: "
+         "set a key with --api-key-file or OPENCLAW_API_KEY, or use --host 127.0.0.1"),
+        (cfg.judge != "llm" or cfg.judge_url or cfg.layout["judge"] or cfg.lora_rank,
+         "--judge llm with full weights needs GPUs of its own (--gpus) or --judge-url: the policy "
+         "engine's base model is being trained"),
+        (not cfg.judge_url or cfg.judge_model, "--judge-url needs --judge-model"),
+        (cfg.teacher != "engine" or cfg.temperature == 1, f"--teacher engine needs --temperature 1, not "
+         f"{cfg.temperature}: vLLM scores prompts at temperature 1 only"),
+        (cfg.teacher != "engine" or cfg.layout["judge"] or cfg.lora_rank,
+         "--teacher engine with full weights needs a judge engine of its own (--gpus)"),
+        (cfg.lora_rank in (0, 1, 8, 16, 32, 64, 128, 256, 320, 512),
+         f"--lora-rank {cfg.lora_rank}: vLLM takes 0 (full weights), 1, 8, 16, 32, 64, 128, 256, 320, 512"),
+        (not cfg.extra or Path(cfg.extra).is_file(), f"--extra {cfg.extra} does not exist"),
+        (not cfg.simulate or cfg.steps or cfg.max_turns or cfg.max_wait, "--simulate needs an end: "
+         "--steps, --max-turns or --max-wait"),
+    ]
+    for good, sentence in rules:
+        if not good:
+            raise Problem(sentence)
+
+
+def check_model(cfg):
+    """A folder must hold a model; a hub name is left to the hub."""
+    path = Path(cfg.model)
+    if path.is_dir() and (path / "config.json").exists():
+        cfg.model = str(path.resolve())
+    elif path.is_absolute() or cfg.model.startswith(".") or path.is_dir():
+        raise Problem(f"--model {cfg.model}: no config.json there (the demo model comes with "
+                      "`make setup`; or name a model on the Hugging Face hub)")
+    window = json.loads((path / "config.json").read_text()).get("max_position_embeddings") \
+        if path.is_dir() else None
+    if window and cfg.max_model_len > window:
+        raise Problem(f"--max-model-len {cfg.max_model_len} is above the model's window of {window}")
+
+
+def check_port(cfg):
+    """Refuse a busy port, and say whose it is."""
+    import socket
+
+    with socket.socket(socket.AF_INET6 if ":" in cfg.host else socket.AF_INET) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((cfg.host, cfg.port))
+        except OSError as error:
+            raise Problem(f"{cfg.host}:{cfg.port} cannot be used ({error.strerror}{owner(cfg.port)}); "
+                          "choose another --port") from None
+
+
+def owner(port):
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        for c in psutil.net_connections("tcp"):
+            if c.laddr and c.laddr.port == port and c.status == "LISTEN" and c.pid:
+                return f" by process {c.pid}, {psutil.Process(c.pid).name()}"
+    return ""
+
+
+def load_extra(path):
+    spec = importlib.util.spec_from_file_location("extra", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.append(str(HERE / "examples"))
+    spec.loader.exec_module(module)
+
+
+# ------------------------------------------------------------------------------------- the queue
+
+
+class LineServer(managers.Server):
+    """BaseManager's server, which also tells the line when a trainer's connection ends."""
+
+    def serve_client(self, conn):
+        try:
+            super().serve_client(conn)
+        finally:
+            LineManager.line.release(threading.get_ident())
+
+
+class LineManager(managers.BaseManager):
+    _Server, line = LineServer, None
+
+
+def serve_line(line, folder):
+    """Put the sample queue on a Unix socket (mode 0600) -> environment for the trainer."""
+    LineManager.line, key = line, secrets.token_bytes(32)
+    LineManager.register("queue", callable=lambda: line,
+                         exposed=("lease", "commit", "status", "publish"))
+    server = LineManager(f"{folder}/queue", key).get_server()
+    os.chmod(f"{folder}/queue", 0o600)
+    server.stop_event = threading.Event()
+    # not serve_forever: that one ends the whole process when it is done
+    threading.Thread(target=server.accepter, daemon=True, name="queue").start()
+    return server, {"OPENCLAW_QUEUE": f"{folder}/queue", "OPENCLAW_KEY": key.hex()}
+
+
+# ------------------------------------------------------------------------------------ start-up
+
+
+def say(text):
+    print(text, flush=True)
+
+
+class System:
+    """Everything that runs, so that one place can look after it and end it."""
+
+    def __init__(self, cfg):
+        self.cfg, self.children, self.started = cfg, [], time.time()
+        self.run_dir = Path(cfg.run_dir)
+        self.phases, self.mark = {}, time.monotonic()
+        self.trainer = self.users = self.web = self.policy = self.socket_dir = None
+
+    def phase(self, name):
+        """Seconds since the last phase ended are this phase's."""
+        now = time.monotonic()
+        self.phases[name] = round(now - self.mark, 2)
+        self.mark = now
+
+    def child(self, name, command, **kwargs):
+        child = Child(name, command, self.run_dir / "logs" / f"{name.replace(' ', '-')}.log", **kwargs)
+        self.children.append(child)
+        return child
+
+    def stop(self):
+        """End all children at once; nothing that we did not start is touched."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.web:
+            self.web.close()
+        for child in self.children:
+            child.release()
+        deadline = time.monotonic() + 6
+        for child in self.children:
+            child.stop(max(0.1, deadline - time.monotonic()))
+
+
+def start_engine(system, name, gpus, lora):
+    """Start a vLLM engine and wait for it, saying what we wait for -> its URL."""
+    cfg, port = system.cfg, free_port()
+    url = f"http://127.0.0.1:{port}"
+    child = system.child(name, engine_command(cfg, cfg.model, port, lora, len(gpus) or 1),
+                         env=engine_env(cfg, ",".join(gpus)))
+    shown = [-10]
+
+    def tick(waited, last):
+        if waited - shown[0] >= 10:
+            shown[0] = waited
+            say(f"waiting for the {name} ({waited:.0f} s) {last.strip()[:90]}")
+
+    wait_ready(child, url, 1800 if cfg.device != "cpu" else 600, tick)
+    say(f"the {name} is up: {cfg.model}, {cfg.engine_dtype}")
+    return url
+
+
+def start_judge_engine(system, policy_url):
+    """Where votes and an engine-side teacher come from: a URL, an engine of its own, or the policy
+    engine's base model."""
+    cfg = system.cfg
+    ours = cfg.judge == "llm" and not cfg.judge_url
+    own = cfg.layout["judge"] and (ours or cfg.teacher == "engine")
+    url = start_engine(system, "judge engine", cfg.layout["judge"], lora=False) if own else policy_url
+    cfg.teacher_url, cfg.teacher_model, cfg.judge_is_ours = url, BASE, ours
+    if ours:
+        cfg.judge_url, cfg.judge_model = f"{url}/v1", BASE
+
+
+def write_config(cfg):
+    public = {k: v for k, v in vars(cfg).items() if k not in SECRET}
+    (Path(cfg.run_dir) / "config.json").write_text(json.dumps(public, indent=1))
+
+
+def start(system):
+    """Model, engine, judge, queue, judge threads, proxy (not accepting yet), trainer, in this order."""
+    cfg = system.cfg
+    check_model(cfg)
+    check_port(cfg)
+    if cfg.extra:
+        load_extra(cfg.extra)
+    (system.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    chosen = {k: getattr(cfg, k) for k in PRESETS[cfg.preset]} | {"teacher": cfg.teacher}
+    say(f"run {cfg.run_dir} on {cfg.preset}: " + " ".join(f"{k}={v}" for k, v in chosen.items()))
+    cfg.engine_url = start_engine(system, "policy engine", cfg.layout["policy"], bool(cfg.lora_rank))
+    start_judge_engine(system, cfg.engine_url)
+    write_config(cfg)
+    system.phase("start_engine")
+    log = system.log = proxy.TurnLog(system.run_dir / "turns.jsonl")
+    policy = system.policy = proxy.Policy(BASE)
+    system.line = SampleQueue(cfg, log, policy)
+    system.sessions = proxy.Sessions(log, cfg.session_timeout)
+    system.judges = JudgeThreads(cfg, system.line, log, (cfg.engine_url, BASE), say)
+    start_proxy(system)
+    start_trainer(system)
+    system.phase("start_trainer")
+    policy.accepting = True
+
+
+def start_proxy(system):
+    cfg, hooks = system.cfg, proxy.Hooks()
+    hooks.paired, hooks.overloaded, hooks.say = system.judges.put, system.line.full, say
+    hooks.feedback, hooks.health = system.judges.again, system.line.health
+    system.server = proxy.Server(cfg, cfg.engine_url, system.policy, system.sessions, system.log, hooks)
+    system.web = proxy.serve(proxy.make_app(system.server), cfg)
+    threading.Thread(target=system.web.run, daemon=True, name="proxy").start()
+
+
+def start_trainer(system):
+    """Start it and wait until it has checked version 0 against the engine."""
+    cfg, gpus = system.cfg, system.cfg.layout["trainer"]
+    folder = system.socket_dir = tempfile.mkdtemp(prefix="openclaw-")  # a socket path must be short
+    system.socket, env = serve_line(system.line, folder)
+    env |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "KMP_BLOCKTIME": "0",
+            "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "trainer.py", system.run_dir.resolve()]
+    if len(gpus) > 1:
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu",
+                   "--num_processes", len(gpus), *command[1:]]
+    say("waiting for the trainer: it loads the model and checks version 0 against the engine")
+    system.trainer = system.child("trainer", command, env=env, screen=True)
+    limit = time.monotonic() + 900
+    while not system.line.checked:
+        check_children(system)
+        if time.monotonic() > limit:
+            raise Problem(f"the trainer was not ready after 900 s:\n{system.trainer.tail()}")
+        time.sleep(0.1)
+
+
+def welcome(system):
+    cfg = system.cfg
+    base = f"http://{cfg.host if ':' not in cfg.host else f'[{cfg.host}]'}:{cfg.port}/v1"
+    key = " -H 'Authorization: Bearer '$OPENCLAW_API_KEY" if cfg.api_key else ""
+    say(f"\nready: {base} (model '{cfg.served_name}', mode {cfg.mode}, window {cfg.max_model_len})\n"
+        f"  curl {base}/chat/completions -H 'Content-Type: application/json'{key} \\\n"
+        f"    -d '{{\"messages\": [{{\"role\": \"user\", \"content\": \"What is rain?\"}}]}}'")
+    if cfg.max_model_len >= 24_576:  # OpenClaw's own prompt and tools need about 13,000 tokens
+        block = {"models": {"providers": {"claw": {
+            "baseUrl": base, "apiKey": "OPENCLAW_API_KEY" if cfg.api_key else "none",
+            "api": "openai-completions", "models": [{
+                "id": cfg.served_name, "name": cfg.served_name, "contextWindow": cfg.max_model_len,
+                "maxTokens": cfg.max_tokens}]}}}}
+        say(f"for openclaw.json:\n{json.dumps(block, indent=1)}")
+    say("")
+
+
+# --------------------------------------------------------------------------------- supervision
+
+
+def check_children(system):
+    """A dead child or thread ends the run, with its last words."""
+    for child in system.children:
+        done = child in (system.trainer, system.users) and child.code() == 0
+        if not child.alive() and not done:
+            raise Problem(f"the {child.name} ended (exit code {child.code()}); its last lines, from "
+                          f"{child.log}:\n{child.tail()}")
+    names = {t.name for t in threading.enumerate()}
+    for thread in ("proxy", "queue", "judge-0"):
+        if system.web and system.trainer and thread not in names:
+            raise Problem(f"the thread '{thread}' ended; see the lines above")
+
+
+def users_command(system):
+    cfg = system.cfg
+    command = [sys.executable, "examples/simulated_user.py", "--base-url",
+               f"http://{cfg.host}:{cfg.port}/v1", "--persona", cfg.simulate, "--users", cfg.users,
+               "--max-turns", cfg.max_turns, "--seed", cfg.seed, "--run-dir", system.run_dir.resolve()]
+    if cfg.lora_rank:  # the base model is in the engine beside its adapters
+        command += ["--score-url", cfg.engine_url, "--score-model", BASE]
+    return command + ["--extra", cfg.extra] * bool(cfg.extra) + ["--lockstep"] * cfg.lockstep
+
+
+def heartbeat(system):
+    """What is waiting on what, when no step has been shown for a while."""
+    depth, fates, cfg = system.line.depths(), dict(system.log.fates), system.cfg
+    trained, alone = fates.pop("trained", 0), fates.pop("no_next_state", 0)
+    side = fates.pop("side", 0)
+    dropped = " ".join(f"{k}:{n}" for k, n in fates.items()) or "none"
+    say(f"serving v{system.policy.version} | batch {depth['ready']}/{cfg.batch_size}, judging "
+        f"{depth['judging']}, in training {depth['leased']}, waiting for a reaction "
+        f"{len(system.sessions.keys)} | trained {trained}, not trained {dropped} | no reaction {alone}, "
+        f"side {side} | last sample {system.line.quiet():.0f} s ago")
+
+
+def supervise(system):
+    """Runs until the simulated talk is over (or Ctrl-C); looks after children, sessions and users."""
+    cfg, beat, seen = system.cfg, time.monotonic(), -1
+    while True:
+        time.sleep(0.2)
+        check_children(system)
+        system.sessions.expire()
+        line = system.line
+        if line.updates != seen:
+            seen, beat = line.updates, time.monotonic()
+        if time.monotonic() - beat > 30:
+            beat = time.monotonic()
+            heartbeat(system)
+        if cfg.steps and line.updates >= cfg.steps and not line.closing:
+            line.closing = True
+            say(f"{cfg.steps} updates are done" + ("" if cfg.simulate else "; serving goes on"))
+        if cfg.simulate and talk_over(system):
+            return
+
+
+def talk_over(system):
+    """Move the simulated talk on: stop the users, let the trainer finish, measure, end."""
+    cfg, line, flags = system.cfg, system.line, system.run_dir
+    quiet, depth = line.quiet(), line.depths()
+    if cfg.max_wait and quiet > cfg.max_wait + 5 and not depth["ready"] + depth["leased"]:
+        if not line.closing:
+            say(f"nothing left to correct: no new sample for {quiet:.0f} s")
+        line.closing = True
+    if line.closing and not (flags / "stop_users").exists():
+        (flags / "stop_users").touch()
+    if (flags / "talk_done").exists() and not line.closing:
+        busy = depth["judging"] + depth["leased"] or depth["ready"] >= cfg.batch_size
+        line.closing = not busy
+    if system.trainer.code() == 0 and (flags / "talk_done").exists():
+        if not (flags / "measure_after").exists():
+            system.phase("talk")
+            (flags / "measure_after").touch()
+        return system.users.code() == 0
+    return False
+
+
+# ------------------------------------------------------------------------------------- the end
+
+
+def read_json(path, default):
+    return json.loads(path.read_text()) if path.exists() else default
+
+
+def finish(system):
+    """Give every open turn its fate; write summary.json and curve.png."""
+    cfg, log = system.cfg, system.log
+    system.phase("after" if cfg.simulate else "serving")
+    log.close_all("run_ended")
+    path = system.run_dir / "metrics.jsonl"
+    rows = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+    users = read_json(system.run_dir / "users.json", {})
+    system.phases |= users.get("phases_s", {})
+    rewards = [r["reward_mean"] for r in rows if r["reward_mean"] is not None]
+    requests = dict(system.server.requests) | {"held": system.policy.held}
+    requests["failed"] = max(requests["failed"], users.get("requests", {}).get("failed", 0))
+    summary = {
+        "mode": cfg.mode, "seed": cfg.seed, "steps": system.line.updates, "turns": log.turns,
+        "trained": log.fates["trained"],
+        "dropped": {k: n for k, n in sorted(log.fates.items()) if k != "trained"},
+        "held_out": users.get("held_out"), "requests": requests,
+        "reward_first3": mean(rewards[:3]), "reward_last3": mean(rewards[-3:]),
+        "sync_s_median": median([r["sync_s"] for r in rows if r["sync_s"]]),
+        "sync_gap_max_s": max([r["sync_gap_max_s"] for r in rows], default=0.0),
+        "pause_s_max": max([r["pause_s"] for r in rows], default=0.0),
+        "wall_s": round(time.time() - system.started, 1), "phases_s": system.phases,
+        "train_s": sum(r["train_s"] for r in rows)}
+    (system.run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
+    if rows:
+        subprocess.run([sys.executable, "examples/plot_run.py", system.run_dir.resolve()], cwd=HERE,
+                       stdout=subprocess.DEVNULL, timeout=60)
+    show_end(system, summary)
+
+
+def mean(values):
+    return sum(values) / len(values) if values else None
+
+
+def median(values):
+    return statistics.median(values) if values else None
+
+
+def show_end(system, summary):
+    dropped = " ".join(f"{k}:{n}" for k, n in summary["dropped"].items())
+    say(f"\n{summary['steps']} updates, {summary['turns']} turns: {summary['trained']} trained, "
+        f"others {dropped or 'none'}; requests {summary['requests']}")
+    held = summary["held_out"]
+    if held and held.get("after") is not None:
+        say(f"held-out good: {held['before']:.2f} before -> {held['after']:.2f} after "
+            f"(tokens {held['mean_tokens_before']:.0f} -> {held['mean_tokens_after']:.0f})")
+    say(f"wall time {summary['wall_s']:.0f} s {summary['phases_s']}; see {system.run_dir}/summary.json, "
+        "curve.png, turns.jsonl")
+
+
+def interrupt(signum, frame):
+    raise KeyboardInterrupt
+
+
+def main(argv=None):
+    signal.signal(signal.SIGTERM, interrupt)
+    system, code = None, 0
+    try:
+        system = System(parse(argv))
+        start(system)
+        welcome(system)
+        if system.cfg.simulate:
+            for name in ("talk_done", "stop_users", "measure_after"):
+                (system.run_dir / name).unlink(missing_ok=True)
+            system.users = system.child("simulated users", users_command(system), screen=True)
+        supervise(system)
+    except KeyboardInterrupt:
+        code = 130 if not (system and system.policy and system.policy.accepting) else 0
+        say("\nstopping")
+    except (Problem, ChildProcessError, TimeoutError) as problem:
+        code = 1
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+    finally:
+        if system:
+            end(system)
+    return code
+
+
+def end(system):
+    try:
+        if system.web:
+            finish(system)
+    finally:
+        system.stop()
+        if system.socket_dir:
+            system.socket.listener.close()
+            shutil.rmtree(system.socket_dir, ignore_errors=True)
+        for folder in Path("/dev/shm").glob("nano-openclaw-*"):
+            if not Path(f"/proc/{folder.name.rsplit('-', 1)[1]}").exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a trainer that was killed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

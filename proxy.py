@@ -1,0 +1,1045 @@
+"""Policy serving: the OpenAI-compatible front that users talk to, and the record of what they said.
+
+Place in the system: agent or user -> this proxy -> vLLM. Each finished reply becomes a `Turn` that
+waits here until the user's next message shows up; the pair goes to the judge. Nothing on a request's
+path waits for judging or training.
+
+Run it alone: `python main.py --mode rl --steps 0` starts it in front of an engine; in tests
+`make_app` takes any engine URL.
+
+How it differs from the original:
+ 1. The engine's own token ids and log-probs are kept; no text is tokenised again.
+ 2. Replies stream token by token as the engine makes them (the original replays a finished answer).
+ 3. A turn is *main* (trainable) unless the client says side.
+ 4. Turns are paired by what was said last, so clients that rewrite their history pair as well.
+ 5. A turn that cannot be trusted is dropped with a counted reason; nothing is padded or repaired.
+"""
+
+import hashlib
+import hmac
+import json
+import math
+import os
+import queue
+import re
+import threading
+import time
+import uuid
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, fields
+
+import urllib3
+from flask import Flask, Response, jsonify, request
+
+# ------------------------------------------------------------------------------- the record: Turn
+
+
+@dataclass
+class Turn:
+    """One reply and everything that is learnt about it. Filled in along the way, never renamed.
+
+    prompt_ids (P,), response_ids (R,) and rollout_logp (R,) are exactly what the engine sent;
+    hinted_prompt_ids holds one prompt per entry of `hints`, in the same order.
+    """
+
+    id: str
+    session: str
+    kind: str = "main"  # main: trainable; side: forwarded only
+    messages: list = field(default_factory=list)  # as forwarded to the engine
+    tools: list | None = None
+    chat_template_kwargs: dict | None = None
+    sampling: dict = field(default_factory=dict)
+    prompt_ids: list = field(default_factory=list)  # (P,)
+    response_ids: list = field(default_factory=list)  # (R,)
+    rollout_logp: list = field(default_factory=list)  # (R,) log-probs under the sampling policy
+    completion_tokens: int = 0  # what the engine says it generated
+    reply: dict = field(default_factory=dict)  # the assistant message that the client got
+    finish_reason: str | None = None
+    version_start: int = 0  # policy version when forwarded ...
+    version_end: int = 0  # ... and when finished
+    created: float = 0.0  # seconds since the epoch
+    first_token: float = 0.0
+    finished: float = 0.0
+    stripped: list = field(default_factory=list)  # kinds of wrapper taken off for pairing
+    next_state: list = field(default_factory=list)  # all new messages since the reply
+    paired_at: float = 0.0
+    feedback: dict = field(default_factory=dict)
+    votes: list = field(default_factory=list)  # +1, 0, -1 or None for an invalid one
+    hint_votes: list = field(default_factory=list)  # (verdict, hint) or None
+    hints: list = field(default_factory=list)  # every valid hint
+    hinted_prompt_ids: list = field(default_factory=list)
+    hint: str | None = None  # the chosen one
+    hint_skip: str | None = None  # why a chosen hint was not used: render, too_long
+    score: int | None = None  # None: unscored, which is not 0
+    teacher_logp: list | None = None  # (R,), engine-side teacher only
+    judged_at: float = 0.0
+    r: float | None = None  # the reward part of the sample
+    distil: bool = False  # the hint part of the sample
+    fate: str | None = None
+    step: int | None = None
+
+
+REPLY_FIELDS = (
+    "session kind messages tools chat_template_kwargs sampling prompt_ids response_ids rollout_logp "
+    "completion_tokens reply finish_reason version_start version_end created first_token finished "
+    "stripped"
+).split()
+JUDGED_FIELDS = (
+    "votes hint_votes hints hinted_prompt_ids hint hint_skip score teacher_logp judged_at r distil"
+).split()
+
+
+class TurnLog:
+    """Appends events to turns.jsonl (mode 0600) and counts every turn's fate, once each."""
+
+    def __init__(self, path):
+        self.file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a")
+        self.lock = threading.Lock()
+        self.open = {}  # id -> Turn without a fate yet
+        self.fates = Counter()
+        self.turns = 0
+
+    def write(self, turn, event, **data):
+        """event: reply | next_state | judged | feedback (fates go through `close`)."""
+        line = json.dumps({"turn": turn.id, "event": event, "time": time.time(), **data})
+        with self.lock:
+            self._put(line)
+            if event == "reply":
+                self.turns += 1
+                self.open[turn.id] = turn
+
+    def close(self, turn, fate, step=None):
+        """The one place where a turn gets its fate; a second call for the same turn does nothing."""
+        with self.lock:
+            if self.open.pop(turn.id, None) is None:
+                return False
+            turn.fate, turn.step = fate, step
+            self.fates[fate] += 1
+            self._put(json.dumps({"turn": turn.id, "event": "fate", "time": time.time(),
+                                  "fate": fate, "step": step}))
+        return True
+
+    def _put(self, line):
+        self.file.write(line + "\n")
+        self.file.flush()
+
+    def close_all(self, fate):
+        for turn in list(self.open.values()):
+            self.close(turn, fate)
+
+
+def load_turns(path):
+    """turns.jsonl -> {id: Turn}, each turn's events merged in order."""
+    known = {f.name for f in fields(Turn)}
+    turns = {}
+    with open(path) as file:
+        for event in map(json.loads, file):
+            turn = turns.setdefault(event["turn"], Turn(event["turn"], session=""))
+            for key in known & event.keys():
+                setattr(turn, key, event[key])
+    return turns
+
+
+# ------------------------------------------------------------------------ what was said: normalising
+
+# Wrappers that agents put around a user's words and do not send again. They are no reaction.
+CONTEXT_BLOCKS = {
+    "openclaw_context": re.compile(
+        r"<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>.*?(<<<END_OPENCLAW_INTERNAL_CONTEXT>>>|\Z)", re.S),
+    "context_tag": re.compile(
+        r"<(system-reminder|environment_details|environment_context)>.*?(</\1>|\Z)", re.S),
+    "timestamp": re.compile(
+        r"^\s*\[(?:\w{3},? )?\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?(?: ?[\w+:/-]+)?\]\s*"),
+    "runtime_line": re.compile(r"\n\s*Runtime: agent=[^\n]*\s*\Z"),
+}
+THINKING = re.compile(r"<think(?:ing)?>.*?(</think(?:ing)?>|\Z)", re.S)
+TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
+
+
+class BadRequest(ValueError):
+    """A client's mistake; its text is shown to the client with status 400."""
+
+
+def text_of(content):
+    """String, null or list of parts -> string. Raises BadRequest for parts we cannot serve."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise BadRequest("message content must be a string, null or a list of parts")
+    pieces = []
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if kind not in TEXT_PARTS:
+            raise BadRequest(f"content part of type '{kind}' is not supported: this model reads text only")
+        text = part if isinstance(part, str) else part.get("text", part.get("refusal", ""))
+        if not isinstance(text, str):
+            raise BadRequest("the text of a content part must be a string")
+        pieces.append(text)
+    return "".join(pieces)
+
+
+def strip_wrappers(text):
+    """Own words of a message -> (words, names of the wrappers taken off)."""
+    found = []
+    for name, pattern in CONTEXT_BLOCKS.items():
+        text, n = pattern.subn("", text)
+        found += [name] * bool(n)
+    return text.strip(), found
+
+
+def visible(text):
+    """An answer without its thinking, also where the tag was never closed or opened in the prompt."""
+    return THINKING.sub("", text.rsplit("</think>", 1)[-1]).strip()
+
+
+def parsed(arguments):
+    """Tool arguments as an object, however the client serialised them."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def words_of(message):
+    """What a message says, in a form that survives a client's rewriting of its history."""
+    text = text_of(message.get("content"))
+    if message["role"] == "assistant":
+        calls = [[c["function"]["name"], parsed(c["function"].get("arguments"))]
+                 for c in message.get("tool_calls") or []]
+        return json.dumps([" ".join(visible(text).split()), calls], sort_keys=True)
+    return " ".join(strip_wrappers(text)[0].split())
+
+
+def digest(*parts):
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def said_last(messages):
+    """The last words that are not only a context block: what the next reply answers."""
+    for message in reversed(messages):
+        if message["role"] in ("user", "tool", "system") and words_of(message):
+            return words_of(message)
+    return ""
+
+
+# ----------------------------------------------------------- a client's body -> the engine's request
+
+ROLES = {"developer": "system", "function": "tool"}  # others stay as they are
+PASSED = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "response_format",
+          "structured_outputs", "stop", "logit_bias", "bad_words", "min_tokens", "reasoning_effort",
+          "include_reasoning")
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+            "presence_penalty": 0.0, "frequency_penalty": 0.0}
+LIMITS = {"temperature": (0, 2), "top_p": (0, 1), "top_k": (-1, 1 << 31), "min_p": (0, 1),
+          "repetition_penalty": (1e-3, 10), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
+
+
+def clean_messages(messages):
+    """OpenAI messages -> the shape that chat templates can render. Raises BadRequest."""
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("'messages' must be a non-empty list")
+    return [clean_message(m, i) for i, m in enumerate(messages)]
+
+
+def clean_message(message, i):
+    if not isinstance(message, dict):
+        raise BadRequest(f"messages[{i}] must be an object")
+    role = message.get("role")
+    role = ROLES.get(role, role) if isinstance(role, str) else role
+    if role not in ("system", "user", "assistant", "tool"):
+        raise BadRequest(f"messages[{i}].role must be system, user, assistant or tool")
+    if message.get("content") is None and role != "assistant":
+        raise BadRequest(f"messages[{i}].content is missing")
+    out = {"role": role, "content": text_of(message.get("content"))}
+    for key in ("name", "tool_call_id"):
+        if message.get(key) is not None:
+            if not isinstance(message[key], str):
+                raise BadRequest(f"messages[{i}].{key} must be a string")
+            out[key] = message[key]
+    if role == "assistant":
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if isinstance(reasoning, str):
+            out["reasoning"] = reasoning  # vLLM's spelling; clients echo either
+        if message.get("tool_calls"):
+            out["tool_calls"] = [clean_call(c, i) for c in as_list(message["tool_calls"], i)]
+    return out
+
+
+def as_list(value, i):
+    if not isinstance(value, list):
+        raise BadRequest(f"messages[{i}].tool_calls must be a list")
+    return value
+
+
+def clean_call(call, i):
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRequest(f"messages[{i}].tool_calls: each call needs a function with a name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except ValueError:
+            raise BadRequest(f"messages[{i}].tool_calls: arguments of '{function['name']}' "
+                             "are not valid JSON") from None
+    arguments = arguments or {}  # null, [] and "" all mean: called with nothing
+    if not isinstance(arguments, dict):
+        raise BadRequest(f"messages[{i}].tool_calls: arguments must be a JSON object")
+    return {"id": str(call.get("id") or ""), "type": "function",
+            "function": {"name": function["name"], "arguments": json.dumps(arguments)}}
+
+
+def number(body, key, low, high, kind=(int, float)):
+    value = body[key]
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+        raise BadRequest(f"'{key}' must be a number from {low:g} to {high:g}")
+    return value
+
+
+def sampling_for(body, cfg, side):
+    """-> (every sampling field, explicit; 'run' or 'client'; does the client's wish differ?)
+
+    vLLM would fill what is missing from the model's generation_config.json, so nothing is left out.
+    """
+    run = {**SAMPLING, "temperature": cfg.temperature}
+    asked = {k: number(body, k, *LIMITS[k]) for k in SAMPLING if body.get(k) is not None}
+    if body.get("seed") is not None:
+        asked["seed"] = number(body, "seed", -(1 << 63), 1 << 63, int)
+    differs = any(run.get(k) != v for k, v in asked.items())
+    if side or cfg.client_sampling == "respect":
+        return {**run, **asked}, "client" if differs else "run", differs
+    return run, "run", differs
+
+
+def max_tokens_for(body, cfg):
+    key = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    wish = cfg.max_tokens if body.get(key) is None else number(body, key, 1, math.inf, int)
+    return min(wish, cfg.max_model_len - 1)
+
+
+def constrained(body):
+    """Would the engine sample from a distribution that is not the policy's own?"""
+    response_format = body.get("response_format")
+    free_text = not response_format or response_format.get("type") == "text"
+    forced = body.get("tool_choice") not in (None, "auto", "none")
+    return (not free_text or forced or bool(body.get("structured_outputs"))
+            or any(body.get(k) for k in ("logit_bias", "bad_words", "min_tokens")))
+
+
+def flag(value):
+    return str(value).strip().lower() in ("1", "true", "yes", "on")
+
+
+def header_or_body(body, header, key):
+    value = request.headers.get(header) or body.get(key)
+    if value is not None and (not isinstance(value, str | int | bool) or len(str(value)) > 256):
+        raise BadRequest(f"'{key}' must be a string of at most 256 characters")
+    return value
+
+
+def check_types(body):
+    shapes = {"tools": list, "response_format": dict, "structured_outputs": dict, "logit_bias": dict,
+              "bad_words": list, "stop": (str, list), "stream": bool, "stream_options": dict,
+              "chat_template_kwargs": dict, "tool_choice": (str, dict), "min_tokens": int,
+              "parallel_tool_calls": bool, "reasoning_effort": str}
+    for key, kind in shapes.items():
+        if body.get(key) is not None and not isinstance(body[key], kind):
+            raise BadRequest(f"'{key}' has the wrong type")
+    if isinstance(body.get("stop"), list) and not all(isinstance(s, str) for s in body["stop"]):
+        raise BadRequest("'stop' must be a string or a list of strings")
+
+
+def engine_body(body, messages, cfg, side):
+    """The engine's request, by allow-list -> (payload, sampling source, why not trainable or None)."""
+    check_types(body)
+    sampling, source, differs = sampling_for(body, cfg, side)
+    payload = {k: body[k] for k in PASSED if body.get(k) is not None}
+    if not payload.get("tools"):  # an empty list is no tools; vLLM refuses tool_choice then
+        for key in ("tools", "tool_choice", "parallel_tool_calls"):
+            payload.pop(key, None)
+    payload |= sampling | {"messages": messages, "max_tokens": max_tokens_for(body, cfg), "n": 1,
+                           "stream": True, "stream_options": {"include_usage": True},
+                           "logprobs": True, "return_token_ids": True}
+    if body.get("logprobs") is True and body.get("top_logprobs") is not None:
+        payload["top_logprobs"] = number(body, "top_logprobs", 0, 20, int)
+    skip = "constrained" if constrained(body) else None
+    if skip is None and differs and source == "client" and not side:
+        skip = "client_sampling"
+    return payload, source, differs, skip
+
+
+# ----------------------------------------------------------------- one streamed answer of the engine
+
+
+class EngineError(Exception):
+    """The engine refused, failed or went away; `status` is what the client gets."""
+
+    def __init__(self, status, message):
+        super().__init__(message)
+        self.status = status
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the answer was complete."""
+
+
+END = object()
+
+
+class Upstream:
+    """One streamed request to the engine, read by a thread of its own.
+
+    The thread lets the handler look after its client every 0.2 s. A read timeout would not do:
+    urllib3 closes the response then and the next read ends the stream as if it were complete.
+    """
+
+    def __init__(self, pool, url, payload, headers):
+        self.events, self.response, self.cancelled = queue.SimpleQueue(), None, False
+        args = (pool, url, json.dumps(payload).encode(), headers)
+        threading.Thread(target=self._read, args=args, daemon=True, name="upstream").start()
+
+    def _read(self, pool, url, body, headers):
+        try:
+            self.response = pool.request("POST", url, body=body, preload_content=False,
+                                         headers={"Content-Type": "application/json", **headers})
+            if self.response.status != 200:
+                raise EngineError(*readable(self.response.status, self.response.read()))
+            for line in self.response if not self.cancelled else ():
+                if line.startswith(b"data: {"):
+                    self.events.put(json.loads(line[6:]))
+        except EngineError as error:
+            self.events.put(error)
+        except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError) as error:
+            # AttributeError: urllib3 reading a response that `cancel` closed under it
+            self.events.put(EngineError(502, f"the engine did not answer: {type(error).__name__}"))
+        finally:
+            self.events.put(END)
+            if self.cancelled and self.response is not None:
+                self.response.close()  # not back to the pool: the engine must see us go
+
+    def follow(self, gone):
+        """Yield the engine's events in order, None for each 0.2 s of silence."""
+        while True:
+            try:
+                event = self.events.get(timeout=0.2)
+            except queue.Empty:
+                event = None
+            if gone():
+                raise ClientGone
+            if isinstance(event, EngineError):
+                raise event
+            if event is END:
+                return
+            yield event
+
+    def cancel(self):
+        self.cancelled = True
+        if self.response is not None:
+            try:
+                self.response.shutdown()  # wakes the reader, which closes the connection
+            except (ValueError, OSError, RuntimeError):
+                pass  # already read to its end: nothing is left to cancel
+
+
+def readable(status, raw):
+    """An engine's error body -> (status for the client, one sentence)."""
+    try:
+        error = json.loads(raw)
+        error = error.get("error", error)
+        message = error.get("message", error) if isinstance(error, dict) else error
+    except (ValueError, AttributeError):
+        message = raw[:500].decode("utf-8", "replace")
+    return (status if 400 <= status < 500 else 502), str(message)
+
+
+# ------------------------------------------------------ the engine's other questions, asked by siblings
+
+
+def ask_engine(http, url, body):
+    response = http.request("POST", url, json=body)
+    if response.status != 200:
+        raise EngineError(*readable(response.status, response.data))
+    return json.loads(response.data)
+
+
+def render(http, engine, turn, messages):
+    """The prompt ids (P,) that the engine makes of these messages. engine: (url, model name)."""
+    body = {"model": engine[1], "messages": messages, "add_generation_prompt": True}
+    body |= {k: getattr(turn, k) for k in ("tools", "chat_template_kwargs") if getattr(turn, k)}
+    return ask_engine(http, f"{engine[0]}/tokenize", body)["tokens"]
+
+
+def engine_logp(http, url, model, prompt_ids, response_ids):
+    """Log-probs (R,) of the response under an engine's model, at temperature 1 always: vLLM scores
+    prompts at temperature 1 whatever is asked."""
+    ids = [*prompt_ids, *response_ids]
+    body = {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "priority": 1}
+    entries = ask_engine(http, f"{url}/v1/completions", body)["choices"][0]["prompt_logprobs"]
+    at = len(prompt_ids)
+    return [e[str(i)]["logprob"] for e, i in zip(entries[at:], response_ids, strict=True)]
+
+
+class Reply:
+    """Collects one answer: ids and log-probs for training, text and tool calls for the client."""
+
+    def __init__(self):
+        self.prompt_ids, self.ids, self.logp, self.logprobs = [], [], [], []
+        self.content, self.reasoning, self.calls = "", "", []
+        self.finish_reason = self.stop_reason = None
+        self.usage, self.first_token = {}, 0.0
+
+    def add(self, chunk):
+        """Take one engine chunk; return the delta to pass on, or None."""
+        if chunk.get("error"):
+            raise EngineError(502, f"the engine failed: {chunk['error'].get('message', 'no reason')}")
+        self.prompt_ids = chunk.get("prompt_token_ids") or self.prompt_ids
+        self.usage = chunk.get("usage") or self.usage
+        if not chunk.get("choices"):
+            return None
+        choice = chunk["choices"][0]
+        self.prompt_ids = choice.get("prompt_token_ids") or self.prompt_ids
+        self.ids += choice.get("token_ids") or []
+        entries = (choice.get("logprobs") or {}).get("content") or []
+        self.logprobs += entries
+        self.logp += [entry.get("logprob") for entry in entries]
+        if choice.get("finish_reason"):
+            self.finish_reason, self.stop_reason = choice["finish_reason"], choice.get("stop_reason")
+        return self._delta(choice.get("delta") or {}, entries)
+
+    def _delta(self, delta, entries):
+        if entries and not self.first_token:
+            self.first_token = time.time()
+        reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+        self.content += delta.get("content") or ""
+        self.reasoning += reasoning or ""
+        for call in delta.get("tool_calls") or []:
+            self._add_call(call)
+        out = {k: delta[k] for k in ("role", "content", "tool_calls") if delta.get(k) is not None}
+        return {**out, "reasoning_content": reasoning} if reasoning else out
+
+    def _add_call(self, call):
+        while len(self.calls) <= call.get("index", 0):
+            self.calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+        mine, function = self.calls[call.get("index", 0)], call.get("function") or {}
+        mine["id"] = call.get("id") or mine["id"]
+        mine["function"]["name"] += function.get("name") or ""
+        mine["function"]["arguments"] += function.get("arguments") or ""
+
+    def message(self):
+        out = {"role": "assistant", "content": self.content or (None if self.calls else "")}
+        if self.reasoning:
+            out["reasoning_content"] = self.reasoning
+        if self.calls:
+            out["tool_calls"] = self.calls
+        return out
+
+
+def distrust(reply):
+    """Why this reply must not be trained, or None. Missing numbers are never repaired."""
+    n = reply.usage.get("completion_tokens", -1)
+    if not reply.prompt_ids or not len(reply.ids) == len(reply.logp) == n:
+        return "ids_mismatch"
+    if not reply.ids:
+        return "empty"
+    # vLLM writes -inf as -9999
+    if not all(isinstance(x, int | float) and math.isfinite(x) and x > -9000 for x in reply.logp):
+        return "bad_logp"
+    if isinstance(reply.stop_reason, str):
+        return "constrained"  # a stop string cut the reply where the policy would have gone on
+    if reply.finish_reason not in ("stop", "length", "tool_calls"):
+        return "aborted"
+    if not visible(reply.content) and not reply.calls:
+        return "no_answer"
+    return None
+
+
+# ------------------------------------------------------------------------------ shared between threads
+
+
+class Policy:
+    """Which weights users get right now: the engine's name for them, their version, who uses them."""
+
+    def __init__(self, name, version=0):
+        self.lock = threading.Lock()
+        self.name, self.version, self.accepting, self.swapping = name, version, False, False
+        self.open = Counter()  # engine name -> requests that are open on it
+        self.span = (0.0, 0.0)  # start and end of the last weight update
+        self.gap_max, self.held = 0.0, 0
+
+    def enter(self):
+        with self.lock:
+            self.open[self.name] += 1
+            self.held += self.swapping
+            return self.name, self.version
+
+    def leave(self, name):
+        with self.lock:
+            self.open[name] -= 1
+            if not self.open[name]:
+                del self.open[name]
+
+    def begin_swap(self):
+        with self.lock:
+            self.swapping, self.span = True, (time.monotonic(), math.inf)
+
+    def publish(self, version, name):
+        with self.lock:
+            self.version, self.name, self.swapping = version, name, False
+            self.span = (self.span[0], time.monotonic())
+
+    def saw_gap(self, before, now):
+        """A stream waited from `before` to `now` for its next chunk: was a weight update the cause?"""
+        with self.lock:
+            if before < self.span[1] and now > self.span[0]:
+                self.gap_max = max(self.gap_max, now - before)
+
+    def take_gap(self):
+        with self.lock:
+            gap, self.gap_max = self.gap_max, 0.0
+            return gap
+
+
+class Sessions:
+    """Finished main turns that wait for their next state, and the pairing of new requests with them.
+
+    A turn waits under a key of (the words it answered, its reply). No prefix is compared and nothing
+    is counted, so sliding windows, compaction and rewritten tool-call ids do no harm.
+    """
+
+    def __init__(self, log, timeout):
+        self.log, self.timeout, self.lock = log, timeout, threading.Lock()
+        self.waiting = defaultdict(list)  # key -> [Turn], oldest first
+        self.history = defaultdict(set)  # digest of a request's words -> ids waiting under it
+        self.keys = {}  # turn id -> (key, history digest, Turn)
+        self.seen = {}  # session -> last sign of life (monotonic seconds)
+        self.latest = {}  # session -> id of its last main turn
+        self.not_chosen = set()  # ids of waiting turns whose sibling was chosen
+
+    def pair(self, messages, session):
+        """New request -> (paired turn, its next state) or (None, None). `session` may be None."""
+        with self.lock:
+            for i in range(len(messages) - 1, -1, -1):
+                if messages[i]["role"] != "assistant":
+                    continue
+                turn = self._waiting_under(messages, i, session)
+                if turn:
+                    after = new_messages(messages[i + 1 :])
+                    if after:
+                        return self._take(turn), after
+                    return None, None  # only a context block so far: it goes on waiting
+        return None, None
+
+    def _waiting_under(self, messages, i, session):
+        key = digest(said_last(messages[:i]), words_of(messages[i]))
+        turns = self.waiting.get(key) or []
+        same = [t for t in turns if t.session == session]
+        return (same or turns or [None])[0]
+
+    def _take(self, turn):
+        _, history, _ = self.keys[turn.id]
+        self._forget(turn)
+        self.not_chosen |= self.history.get(history, set())
+        return turn
+
+    def _forget(self, turn):
+        key, history, _ = self.keys.pop(turn.id)
+        self.not_chosen.discard(turn.id)
+        for table, group, item in ((self.waiting, key, turn), (self.history, history, turn.id)):
+            table[group].remove(item)
+            if not table[group]:
+                del table[group]
+
+    def touch(self, session):
+        with self.lock:
+            self.seen[session] = time.monotonic()
+
+    def wait(self, turn):
+        """A finished main turn starts to wait for what its user says next."""
+        key = digest(said_last(turn.messages), words_of(turn.reply))
+        history = digest([words_of(m) for m in turn.messages])
+        with self.lock:
+            self.waiting[key].append(turn)
+            self.history[history].add(turn.id)
+            self.keys[turn.id] = (key, history, turn)
+            self.seen[turn.session] = time.monotonic()
+            self.latest[turn.session] = turn.id
+
+    def take(self, turn_id):
+        """Feedback ends the waiting of a turn."""
+        with self.lock:
+            return self._take(self.keys[turn_id][2]) if turn_id in self.keys else None
+
+    def end(self, session):
+        """The client says that the session is over: what still waits has no next state."""
+        with self.lock:
+            over = [t for _, _, t in self.keys.values() if t.session == session]
+            self._expire(over, {session})
+
+    def expire(self, now=None):
+        """Called every second: sessions that were silent for `timeout` seconds are freed."""
+        now = time.monotonic() if now is None else now
+        with self.lock:
+            idle = {s for s, at in self.seen.items() if now - at > self.timeout}
+            if idle:
+                self._expire([t for _, _, t in self.keys.values() if t.session in idle], idle)
+
+    def _expire(self, turns, sessions):
+        for turn in turns:
+            fate = "not_chosen" if turn.id in self.not_chosen else "no_next_state"
+            self._forget(turn)
+            self.log.close(turn, fate)
+        for session in sessions:
+            self.seen.pop(session, None)
+            self.latest.pop(session, None)
+
+
+def new_messages(messages):
+    """What was said since a reply, up to the next reply, without wrappers and empty messages."""
+    out = []
+    for message in messages:
+        if message["role"] == "assistant":
+            break
+        words, _ = strip_wrappers(message["content"])
+        if message["role"] in ("user", "tool") and words:
+            out.append({**message, "content": words})
+    return out
+
+
+# ------------------------------------------------------------------------------------------ the app
+
+
+class Hooks:
+    """What the proxy tells the rest of the system; main fills these in, tests replace them."""
+
+    def paired(self, turn):
+        """A turn got its next state."""
+
+    def feedback(self, turn_id, feedback):
+        """Feedback for a turn that waits no more -> True if it could still be used."""
+        return False
+
+    def overloaded(self):
+        return False
+
+    def health(self):
+        return {}
+
+    def say(self, text):
+        print(text, flush=True)
+
+
+class Server:
+    """The state behind the routes: engine client, policy, sessions, counters."""
+
+    def __init__(self, cfg, engine_url, policy, sessions, log, hooks, engine_headers=None):
+        self.cfg, self.url, self.policy = cfg, engine_url, policy
+        self.sessions, self.log, self.hooks = sessions, log, hooks
+        self.headers = engine_headers or {}
+        self.pool = urllib3.PoolManager(
+            maxsize=cfg.max_requests + 8, retries=False, block=False,
+            timeout=urllib3.Timeout(connect=10, read=cfg.request_timeout))
+        self.room = threading.BoundedSemaphore(cfg.max_requests)
+        self.requests, self.counting = Counter(ok=0, failed=0, rejected=0), threading.Lock()
+        self.told = set()  # sessions that were told once about their sampling
+
+    def admit(self):
+        """None, or the refusal (status, sentence, seconds to wait). Takes a place when it admits."""
+        if not self.policy.accepting:
+            return 503, "the policy is not ready yet", 5
+        if self.policy.swapping and self.cfg.pause == "reject" and not self.cfg.lora_rank:
+            return 503, "weights are being updated", 1
+        if self.cfg.overload == "429" and self.hooks.overloaded():
+            return 429, "the trainer is behind; more turns would be too old to learn from", 5
+        if not self.room.acquire(blocking=False):
+            return 429, f"{self.cfg.max_requests} requests are open already", 1
+        return None
+
+    def receive(self, body):
+        """Validate, pair, admit -> (turn, payload, extra response headers) or a refusal Response."""
+        messages = clean_messages(body.get("messages"))
+        side = str(header_or_body(body, "X-Turn-Type", "turn_type") or "main").lower() == "side"
+        given = header_or_body(body, "X-Session-Id", "session_id")
+        given = None if given is None else str(given)
+        payload, source, differs, skip = engine_body(body, messages, self.cfg, side)
+        paired, after = (None, None) if side else self.sessions.pair(messages, given)
+        if paired:  # KEEP: before admission, or a refused request would lose its user's reaction
+            self.deliver(paired, after)
+        session = given or (paired.session if paired else f"s-{uuid.uuid4().hex[:8]}")
+        refusal = self.admit()
+        if refusal:
+            with self.counting:
+                self.requests["rejected"] += 1
+            return failure(*refusal)
+        turn = Turn(id=f"chatcmpl-{uuid.uuid4().hex}", session=session, messages=messages,
+                    kind="side" if side else "main", tools=payload.get("tools"),
+                    chat_template_kwargs=payload.get("chat_template_kwargs"), created=time.time(),
+                    sampling={k: payload[k] for k in (*SAMPLING, "max_tokens", "seed")
+                              if k in payload})
+        turn.stripped = sorted({n for m in messages for n in strip_wrappers(m["content"])[1]})
+        self.tell(turn, differs and source == "run" and not side)
+        done = flag(header_or_body(body, "X-Session-Done", "session_done"))
+        return turn, payload, {"X-Sampling": source, "X-Session-Id": session}, skip, done
+
+    def deliver(self, turn, next_state):
+        turn.next_state, turn.paired_at = next_state, time.time()
+        self.log.write(turn, "next_state", next_state=next_state, paired_at=turn.paired_at)
+        self.hooks.paired(turn)
+
+    def tell(self, turn, replaced):
+        """Once per session, on screen: what was changed in its requests."""
+        if turn.session in self.told or not (replaced or turn.stripped):
+            return
+        if len(self.told) > 10_000:
+            self.told.clear()
+        self.told.add(turn.session)
+        if replaced:
+            self.hooks.say(f"session {turn.session}: its own sampling parameters were replaced by the "
+                           "run's (--client-sampling respect serves them, untrained)")
+        if turn.stripped:
+            self.hooks.say(f"session {turn.session}: not counted as the user's words: "
+                           + ", ".join(turn.stripped))
+
+    def chunks(self, turn, payload, skip, done, gone):
+        """The one path of every answer: yields (delta or None, Reply); ends with a whole reply."""
+        name, turn.version_start = self.policy.enter()
+        upstream = Upstream(self.pool, f"{self.url}/v1/chat/completions",
+                            {**payload, "model": name}, self.headers)
+        reply, outcome, before = Reply(), "failed", time.monotonic()
+        try:
+            for event in upstream.follow(gone):
+                if event is not None:
+                    now = time.monotonic()
+                    self.policy.saw_gap(before, now)
+                    before = now
+                yield (reply.add(event) if event else None), reply
+            if not reply.finish_reason:  # KEEP: success is a finish_reason, never a [DONE]
+                raise EngineError(502, "the engine's answer ended before it was complete")
+            outcome = "ok"
+        except (ClientGone, GeneratorExit):
+            outcome = "gone"
+            raise
+        except EngineError as error:
+            outcome = "refused" if error.status < 500 else "failed"
+            raise
+        finally:
+            upstream.cancel()
+            self.room.release()
+            self.policy.leave(name)
+            self.finish(turn, reply, outcome, skip, done)
+
+    def finish(self, turn, reply, outcome, skip, done):
+        """Record the turn and let it wait. KEEP: runs before the client sees the answer's end, or
+        a quick client would react to a turn that does not wait yet."""
+        turn.prompt_ids, turn.response_ids, turn.rollout_logp = reply.prompt_ids, reply.ids, reply.logp
+        turn.completion_tokens = reply.usage.get("completion_tokens", 0)
+        turn.reply, turn.finish_reason = reply.message(), reply.finish_reason or "abort"
+        turn.version_end = turn.version_start if self.cfg.lora_rank else self.policy.version
+        turn.finished = time.time()
+        turn.first_token = reply.first_token
+        with self.counting:
+            self.requests["failed" if outcome == "failed" else "ok"] += 1
+        fate = {"failed": "engine_error", "refused": "refused", "gone": "aborted"}.get(outcome)
+        fate = "side" if turn.kind == "side" else fate or skip or distrust(reply)
+        self.log.write(turn, "reply", **{k: getattr(turn, k) for k in REPLY_FIELDS})
+        if fate:
+            self.log.close(turn, fate)
+            self.sessions.touch(turn.session)
+        else:
+            self.sessions.wait(turn)
+        if done:
+            self.sessions.end(turn.session)
+
+    def answer(self, body):
+        received = self.receive(body)
+        if isinstance(received, Response):
+            return received
+        turn, payload, headers, skip, done = received
+        gone = request.environ.get("waitress.client_disconnected", lambda: False)
+        stream = self.chunks(turn, payload, skip, done, gone)
+        try:
+            first = first_word(stream, 5.0)
+            if body.get("stream"):
+                parts = self.streamed(turn, stream, first, body)
+                return Response(parts, mimetype="text/event-stream",
+                                headers={**headers, "Cache-Control": "no-cache"})
+            return self.whole(turn, stream, first, headers, body)
+        except EngineError as error:
+            return failure(error.status, str(error))
+        except ClientGone:
+            return failure(499, "the client went away")
+
+    def whole(self, turn, stream, first, headers, body):
+        reply = first[1]
+        for _, reply in stream:
+            pass
+        choice = {"index": 0, "message": reply.message(), "finish_reason": reply.finish_reason,
+                  "logprobs": {"content": reply.logprobs} if body.get("logprobs") else None}
+        out = jsonify(id=turn.id, object="chat.completion", created=int(turn.created),
+                      model=self.cfg.served_name, choices=[choice], usage=reply.usage)
+        out.headers.update(headers)
+        return out
+
+    def streamed(self, turn, stream, first, body):
+        """Server-sent events: deltas as they come, then one finish_reason, usage if asked, [DONE]."""
+        usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        base = {"id": turn.id, "object": "chat.completion.chunk", "created": int(turn.created),
+                "model": self.cfg.served_name} | ({"usage": None} if usage else {})
+
+        def event(delta, finish=None, logprobs=None):
+            choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+            return sse({**base, "choices": [choice]})
+
+        reply, sent, quiet = first[1], 0, time.monotonic()
+        yield event({"role": "assistant", "content": ""})
+        try:
+            for delta, reply in chain_first(first, stream):
+                delta = {k: v for k, v in (delta or {}).items() if k != "role" and v}
+                new = reply.logprobs[sent:] if body.get("logprobs") else []
+                sent += len(new)
+                if delta or new:
+                    yield event(delta, logprobs={"content": new} if new else None)
+                    quiet = time.monotonic()
+                elif time.monotonic() - quiet > 10:
+                    yield ": waiting for the engine\n\n"
+                    quiet = time.monotonic()
+        except EngineError as error:
+            yield sse(error_body(str(error), "engine_error"))  # and no [DONE]: this is no success
+            return
+        except ClientGone:
+            return
+        yield event({}, finish=reply.finish_reason)
+        if usage:
+            yield sse({**base, "choices": [], "usage": reply.usage})
+        yield "data: [DONE]\n\n"
+
+    def feedback(self, body):
+        """POST /v1/feedback {turn | session_id, score?, text?, hint?}: a label without a generation."""
+        turn_id = body.get("turn") or self.sessions.latest.get(str(body.get("session_id")))
+        given = {k: body[k] for k in ("score", "text", "hint") if body.get(k) is not None}
+        if not isinstance(turn_id, str):
+            raise BadRequest("'turn' (the completion's id) or a 'session_id' that has a turn is needed")
+        if given.get("score", 0) not in (-1, 0, 1) or not given or not all(
+                isinstance(given.get(k, ""), str) for k in ("text", "hint")):
+            raise BadRequest("give 'score' (-1, 0 or 1), 'text' or 'hint' (strings)")
+        turn = self.sessions.take(turn_id)
+        if turn:
+            turn.feedback = given
+            self.log.write(turn, "feedback", feedback=given)
+            said = given.get("text") or given.get("hint") or {1: "👍", 0: "", -1: "👎"}[given["score"]]
+            self.deliver(turn, [{"role": "user", "content": said}])
+        elif not self.hooks.feedback(turn_id, given):
+            return failure(409, f"turn {turn_id} is unknown, trained or dropped already")
+        return jsonify(turn=turn_id, applied=True)
+
+
+def first_word(stream, seconds):
+    """Wait for the engine's first chunk, so that its refusal still becomes an honest status."""
+    limit, reply = time.monotonic() + seconds, None
+    for delta, reply in stream:
+        if delta is not None or time.monotonic() > limit:
+            return delta, reply
+    return None, reply
+
+
+def chain_first(first, rest):
+    yield first
+    yield from rest
+
+
+def sse(data):
+    return f"data: {json.dumps(data)}\n\n"
+
+
+def error_body(message, kind="invalid_request_error"):
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+def failure(status, message, retry_after=None):
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    response = jsonify(error_body(message, kind))
+    response.status_code = status
+    if retry_after:
+        response.headers["Retry-After"] = str(retry_after)
+    return response
+
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
+
+
+def host_name(value):
+    """'localhost:30000', '[::1]:80', 'http://a.b' -> the bare host name."""
+    return re.sub(r":\d+$", "", value.split("://")[-1].split("/")[0]).lower()
+
+
+def guard(cfg):
+    """Who may come in -> None or the refusal. Without a key: only programs on this machine, and no
+    web page (which a browser marks with an Origin and cannot give our Content-Type unasked)."""
+    if request.path == "/healthz":
+        return None
+    if cfg.api_key:
+        sent = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if not hmac.compare_digest(sent.encode(), cfg.api_key.encode()):
+            return failure(401, "a valid key is needed: Authorization: Bearer KEY")
+    elif host_name(request.host) not in LOOPBACK:
+        return failure(403, "without a key this server answers on loopback names only")
+    origin = request.headers.get("Origin")
+    if origin and host_name(origin) != host_name(request.host):
+        return failure(403, "requests from other web pages are refused")
+    if request.method == "POST" and request.mimetype != "application/json":
+        return failure(415, "send 'Content-Type: application/json'")
+    return None
+
+
+def json_body():
+    try:
+        body = json.loads(request.get_data())
+    except (ValueError, RecursionError):
+        raise BadRequest("the body is not valid JSON") from None
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def make_app(server):
+    """Routes -> Flask app."""
+    app, cfg = Flask("nano-openclaw-rl"), server.cfg
+    app.config["MAX_CONTENT_LENGTH"] = cfg.max_body_mb << 20
+    app.before_request(lambda: guard(cfg))
+    app.register_error_handler(BadRequest, lambda e: failure(400, str(e)))
+    app.register_error_handler(404, lambda e: failure(404, "no such path"))
+    app.register_error_handler(405, lambda e: failure(405, "wrong method for this path"))
+    app.register_error_handler(413, lambda e: failure(413, f"body above {cfg.max_body_mb} MiB"))
+
+    @app.post("/v1/chat/completions")
+    def chat():
+        return server.answer(json_body())
+
+    @app.post("/v1/feedback")
+    def feedback():
+        return server.feedback(json_body())
+
+    @app.get("/v1/models")
+    def models():
+        return jsonify(object="list", data=[{
+            "id": cfg.served_name, "object": "model", "owned_by": "nano-openclaw-rl", "created": 0,
+            "max_model_len": cfg.max_model_len}])
+
+    @app.get("/healthz")
+    def health():
+        policy = server.policy
+        return jsonify(accepting=policy.accepting, version=policy.version, swapping=policy.swapping,
+                       open=sum(policy.open.values()), waiting=len(server.sessions.keys),
+                       requests=dict(server.requests), **server.hooks.health())
+
+    return app
+
+
+def serve(app, cfg):
+    """-> a waitress server, bound; call .run() in a thread and .close() to end it."""
+    from waitress.server import create_server
+
+    threads = cfg.max_requests + 8  # the 8 keep /healthz and the 429s alive
+    return create_server(
+        app, host=cfg.host, port=cfg.port, threads=threads, channel_request_lookahead=1,
+        asyncore_use_poll=True, connection_limit=4 * threads + 64, ident=None,
+        max_request_body_size=cfg.max_body_mb << 20, channel_timeout=300)

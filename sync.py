@@ -1,0 +1,334 @@
+"""Weight sync: two halves joined by HTTP only.
+
+`Child` and `engine_command` are main's half: processes in groups of their own that end when main
+ends, however it ends. `Sync` is the trainer's half: it puts version after version of the weights into
+the running engine and proves each time that they are there.
+
+Run it alone: `python sync.py guard FD COMMAND...` is how every child is started.
+
+How it differs from the original:
+ 1. LoRA: each version is a new adapter beside the old ones; nothing pauses, open streams keep theirs.
+ 2. Full weights: the engine pauses in place (requests are held, not refused), reads the new tensors
+    from shared memory and goes on.
+ 3. A 200 is no proof. Names are matched and counted, the engine must list the version, and four fixed
+    texts (the canary) must get the log-probs that the trainer computes for them.
+"""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import urllib3
+
+HERE = Path(__file__).resolve().parent
+BASE = "base"  # the engine's name for the model without an adapter
+LORA_TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+
+# ------------------------------------------------------------------------------ main's half: children
+
+
+def guard(fd, command):
+    """Run `command` in this process group; end the whole group when `fd` (a pipe from main) closes.
+
+    PR_SET_PDEATHSIG would not do: it does not reach vLLM's engine process, which is a grandchild.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child = subprocess.Popen(command, preexec_fn=restore_signals)
+    while child.poll() is None and not select.select([fd], [], [], 0.1)[0]:
+        pass
+    code = child.poll()
+    os.killpg(0, signal.SIGTERM)  # we ignore it ourselves
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=5)
+    if code == 0:
+        sys.exit(0)
+    time.sleep(0.2)
+    os.killpg(0, signal.SIGKILL)
+
+
+def restore_signals():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is main's; it ends us in order
+
+
+class Child:
+    """A process that we started, in a process group of its own, with its output in a log file."""
+
+    def __init__(self, name, command, log, env=None, screen=False):
+        self.name, self.log = name, Path(log)
+        read, self.pipe = os.pipe()
+        self.read_from = self.log.stat().st_size if self.log.exists() else 0
+        with open(self.log, "ab") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "sync.py"), "guard", str(read), *map(str, command)],
+                stdin=subprocess.DEVNULL, stdout=None if screen else out, stderr=out,
+                env={**os.environ, **(env or {})}, pass_fds=[read], start_new_session=True, cwd=HERE)
+        os.close(read)
+
+    def alive(self):
+        return self.process.poll() is None
+
+    def code(self):
+        return self.process.poll()
+
+    def tail(self, lines=8):
+        """The last log lines that say something, for an error message."""
+        with open(self.log, errors="replace") as file:
+            file.seek(self.read_from)
+            said = [line.rstrip()[:300] for line in file if line.strip()]
+        telling = [line for line in said if "Error" in line and "Traceback" not in line]
+        return "\n".join(f"  | {line}" for line in (telling[-3:] + said[-lines:] if said else ["(nothing)"]))
+
+    def release(self):
+        """Close our end of the pipe: the guard TERMs the group now and KILLs it 5 s later."""
+        if self.pipe is not None:
+            os.close(self.pipe)
+            self.pipe = None
+
+    def stop(self, patience=5.0):
+        """TERM the group, KILL what is left. Safe to call twice."""
+        self.release()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=patience)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(timeout=5)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def engine_command(cfg, model, port, lora, devices=1):
+    """The vLLM command line. It listens on loopback only: its dev endpoints can do anything."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
+               "--served-model-name", BASE, "--host", "127.0.0.1", "--port", port,
+               "--dtype", cfg.engine_dtype, "--max-model-len", cfg.max_model_len,
+               "--generation-config", "vllm",  # no sampling defaults from the model's folder
+               "--logprobs-mode", "processed_logprobs",  # log-probs of what was sampled from
+               "--max-logprobs", 64, "--scheduling-policy", "priority", "--seed", cfg.seed,
+               "--max-num-seqs", cfg.max_requests, "--disable-uvicorn-access-log"]
+    if lora:
+        command += ["--enable-lora", "--max-loras", cfg.lora_slots, "--max-lora-rank", cfg.lora_rank,
+                    "--max-cpu-loras", 2 * cfg.lora_slots,
+                    # KEEP: without this LoRA covers the lm_head, and prompt_logprobs kills vLLM
+                    "--lora-target-modules", *LORA_TARGETS]
+    if cfg.device == "cpu":
+        command += ["--enforce-eager"]
+    else:
+        command += ["--tensor-parallel-size", devices, "--gpu-memory-utilization", cfg.gpu_share]
+    return [str(c) for c in command]
+
+
+def engine_env(cfg, gpus=""):
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+           "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    if cfg.device != "cpu":
+        return {**env, "CUDA_VISIBLE_DEVICES": gpus}
+    omp = sorted(Path(sys.prefix).glob("lib/python*/site-packages/**/libiomp5.so"))
+    omp += sorted(Path(sys.prefix).glob("lib/libiomp5.so"))
+    return {**env, "VLLM_CPU_KVCACHE_SPACE": str(cfg.kv_cache_gb), "KMP_BLOCKTIME": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": cfg.engine_cores or "nobind",
+            **({"LD_PRELOAD": str(omp[0])} if omp else {})}
+
+
+def wait_ready(child, url, seconds, tick, stopping=lambda: False):
+    """Wait until the engine answers. `tick(waited, last_line)` is called about every second."""
+    http, start = urllib3.PoolManager(retries=False, timeout=2.0), time.monotonic()
+    while child.alive() and not stopping():
+        waited = time.monotonic() - start
+        with contextlib.suppress(urllib3.exceptions.HTTPError, OSError):
+            if http.request("GET", f"{url}/health").status == 200:
+                return True
+        if waited > seconds:
+            raise TimeoutError(f"the {child.name} was not ready after {seconds:.0f} s:\n{child.tail()}")
+        tick(waited, child.tail(1))
+        time.sleep(0.5)
+    if not stopping():
+        raise ChildProcessError(f"the {child.name} ended while it was starting:\n{child.tail()}")
+    return False
+
+
+# -------------------------------------------------------------------------------- the trainer's half
+
+
+class SyncError(RuntimeError):
+    """The engine does not serve what the trainer computed; the run must not go on."""
+
+
+def mean_abs(a, b):
+    """mean |a_i - b_i| over two equally long lists of numbers."""
+    assert len(a) == len(b) and a, f"canaries of {len(a)} and {len(b)} tokens cannot be compared"
+    return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
+
+
+def check_names(saved, expected):
+    """Every tensor of the trainer is in the file under the engine's name, and no other one."""
+    saved, expected = set(saved), set(expected)
+    if saved != expected:
+        raise SyncError(
+            f"{len(saved)} tensors were saved, {len(expected)} expected; "
+            f"missing: {sorted(expected - saved)[:3]}, unknown: {sorted(saved - expected)[:3]}")
+
+
+def canary_verdict(t_old, t_new, t_0, e_new, e_0, base_gap, exact):
+    """Does the engine serve the new weights? All arguments are log-probs (N,) at temperature 1.
+
+    t: trainer, e: engine; _old: before the step, _new: after it, _0: version 0.
+    d_new = mean|e_new - t_new|, d_old = mean|e_new - t_old|. Returns (verdict, d_new), verdict one of
+    'ok', 'unchanged' (the step changed too little to see), 'suspicious', 'wrong'.
+    exact: engine and trainer are both float32, where 0.001 is far above the noise.
+    """
+    d_new, d_old, change = mean_abs(e_new, t_new), mean_abs(e_new, t_old), mean_abs(t_new, t_old)
+    if exact:
+        return ("wrong" if d_new > 1e-3 else "ok"), d_new
+    effect, wanted = mean_abs(e_new, e_0), mean_abs(t_new, t_0)
+    if d_new > 2 * base_gap + 0.02 or (wanted > base_gap and not 0.5 <= effect / wanted <= 2):
+        return "suspicious", d_new
+    if change < 1e-4:
+        return "unchanged", d_new
+    return ("suspicious" if d_new > d_old else "ok"), d_new
+
+
+class Sync:
+    """Puts versions into the engine. `queue` is main's (status, publish); `score(name)` returns the
+    engine's canary log-probs under one of its model names."""
+
+    def __init__(self, cfg, url, queue, score):
+        self.cfg, self.url, self.queue, self.score = cfg, url, queue, score
+        self.http = urllib3.PoolManager(retries=False, timeout=urllib3.Timeout(connect=10, read=600))
+        self.live = {}  # adapter name -> its folder, loaded in the engine
+        self.folders = []  # every version's folder, oldest first; the newest two stay on disk
+        self.suspicions, self.checksums = 0, None
+        self.exact = cfg.engine_dtype == "float32"
+
+    def call(self, method, path, body=None):
+        """One request to the engine; anything but 200 is an error with the engine's own words."""
+        response = self.http.request(method, self.url + path, json=body)
+        if response.status != 200:
+            raise SyncError(f"engine: {path} answered {response.status}: {response.data[:300]!r}")
+        return json.loads(response.data) if response.data[:1] in (b"{", b"[") else {}
+
+    def start(self, t_0):
+        """Version 0, before the first user: engine and trainer must agree on the untouched model.
+        Catches a wrong dtype, rope or tokeniser. Returns the base gap."""
+        self.t_0 = self.t_old = t_0
+        self.e_0 = self.score(BASE)
+        self.base_gap = mean_abs(self.e_0, t_0)
+        limit = 1e-3 if self.exact else 0.15
+        if self.base_gap > limit:
+            raise SyncError(f"engine and trainer disagree on the untouched model: logp_gap "
+                            f"{self.base_gap:.4f} is above {limit}; same weights, dtype, tokenizer?")
+        return self.base_gap
+
+    def verify(self, name, t_new):
+        """The canary, after version `name` was loaded -> (verdict, gap). Raises SyncError."""
+        e_new = self.score(name)
+        verdict, gap = canary_verdict(self.t_old, t_new, self.t_0, e_new, self.e_0, self.base_gap,
+                                      self.exact)
+        self.suspicions = self.suspicions + 1 if verdict == "suspicious" else 0
+        if verdict == "wrong" or self.suspicions == 2:
+            raise SyncError(f"the engine does not serve what was trained: logp_gap {gap:.4f} on the "
+                            f"canary of {name} (base gap {self.base_gap:.4f})")
+        self.t_old = t_new
+        return verdict, gap
+
+    # ---- LoRA: slots
+
+    def has_slot(self):
+        """Retire what nobody uses any more; is a slot free for the next version?"""
+        status = self.queue.status()
+        for name in [n for n in self.live if n != status["name"] and not status["open"].get(n)]:
+            self.call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+            del self.live[name]
+            self._clean()
+        return len(self.live) < self.cfg.lora_slots
+
+    def _clean(self):
+        """KEEP: a folder goes only after its adapter is unloaded and no request is open on it: vLLM
+        reads evicted adapters back from disk and dies if they are gone."""
+        for folder in self.folders[:-2]:
+            if folder not in self.live.values():
+                shutil.rmtree(folder)
+                self.folders.remove(folder)
+
+    def push_lora(self, version, folder, t_new):
+        """folder: a saved PEFT adapter. Loads it under a new name, proves it, then serves it."""
+        name, start = f"v{version}", time.monotonic()
+        self.queue.publish(version, None)
+        self.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        load_s = time.monotonic() - start
+        self.live[name] = str(folder)
+        self.folders.append(str(folder))
+        if name not in [m["id"] for m in self.call("GET", "/v1/models")["data"]]:
+            raise SyncError(f"the engine does not list {name} after loading it")
+        verdict, gap = self.verify(name, t_new)  # KEEP: before users get it
+        self._go_live(version, name)
+        return {"logp_gap": gap, "canary": verdict, "sync_s": load_s, "pause_s": 0.0}
+
+    def _go_live(self, version, name):
+        self.queue.publish(version, name)
+        status = self.queue.status()
+        if (status["version"], status["name"]) != (version, name):
+            raise SyncError(f"the proxy serves {status['name']} after {name} was published")
+
+    # ---- full weights: swap in place
+
+    def push_full(self, version, save, run_dir, t_new):
+        """save(folder) writes model.safetensors and returns its size in bytes."""
+        start = time.monotonic()
+        folder = weights_folder(run_dir, version, self.weight_bytes)
+        size = save(folder)
+        self.checksums = self.checksums or self.checksum()
+        self.queue.publish(version, None)
+        paused = time.monotonic()
+        self.call("POST", "/pause?mode=keep")
+        try:
+            self.call("POST", "/collective_rpc",
+                      {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            if not self.call("POST", "/reset_prefix_cache").get("success", True):
+                raise SyncError("the engine kept its old prefix cache")
+            self.queue.publish(version, BASE)  # KEEP: before resume, what starts now is new
+        finally:
+            self.call("POST", "/resume")
+        pause_s = time.monotonic() - paused
+        shutil.rmtree(folder)
+        self._compare_checksums(t_new)
+        self._go_live(version, BASE)
+        verdict, gap = self.verify(BASE, t_new)
+        return {"logp_gap": gap, "canary": verdict, "sync_s": time.monotonic() - start,
+                "pause_s": pause_s, "bytes": size}
+
+    def checksum(self):
+        return self.call("POST", "/weight_checker", {"action": "checksum"})["checksums"]
+
+    def _compare_checksums(self, t_new):
+        """The engine holds the same set of tensors, and other values if the canary moved."""
+        before, self.checksums = self.checksums, self.checksum()
+        check_names(self.checksums, before)
+        if mean_abs(t_new, self.t_old) > 1e-4 and before == self.checksums:
+            raise SyncError("the engine's weights did not change in the swap")
+
+
+def weights_folder(run_dir, version, size):
+    """A new folder in shared memory if `size` bytes fit there with room to spare, else in the run."""
+    shm = Path("/dev/shm")
+    fits = shm.is_dir() and shutil.disk_usage(shm).free > 1.2 * size + (64 << 20)
+    folder = (shm / f"nano-openclaw-{os.getpid()}" if fits else Path(run_dir) / "weights") / f"v{version}"
+    folder.mkdir(parents=True, mode=0o700)
+    return folder
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["guard"]:
+    guard(int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,594 @@
+"""Policy training: lease a batch of judged turns, take one optimiser step, put the weights into service.
+
+Place in the system: judge.py's `SampleQueue` (in main) -> this script, an ordinary accelerate program
+of 1..N ranks -> sync.py -> vLLM. Only rank 0 talks to main; the other ranks follow its broadcasts.
+
+Run it alone: `python trainer.py RUN_DIR` with OPENCLAW_QUEUE and OPENCLAW_KEY set, as main does; every
+function below works on plain tensors, so a debugger or a test needs no engine.
+
+How it differs from the paper and the original:
+ 1. Tokens and log-probs of the behaviour policy are the engine's own, never recomputed or padded.
+ 2. The distillation advantage compares the teacher with the policy being moved (prox_logp), not with
+    the policy that sampled.
+ 3. No normalisation: live traffic has groups of one.
+ 4. Means are taken with the global count of the step, so the gradient does not depend on how the batch
+    was cut into micro-batches or ranks.
+ 5. The excerpt of the clipped loss in circulation has the wrong sign on its first term; `ppo` has not.
+
+Letters: pi_b sampled the turn (rollout_logp), pi_p is the policy at the start of the step (prox_logp),
+pi the current one (logp), T the teacher (teacher_logp), r the score. N counts response tokens.
+"""
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.managers import BaseManager
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import urllib3
+from accelerate import Accelerator
+from safetensors.torch import safe_open, save_file
+
+from proxy import engine_logp, strip_wrappers
+from sync import BASE, LORA_TARGETS, Sync, SyncError, check_names
+
+# ------------------------------------------------------------------------- ragged turns -> tensors
+
+
+@dataclass
+class Batch:
+    """A micro-batch. Sequences are padded on the right only to run through the model (causal attention
+    never looks there); everything about response tokens is flat, so there is nothing to mask."""
+
+    ids: torch.Tensor  # (B, T) prompt + response, right-padded
+    rows: torch.Tensor  # (N,) which sequence a response token belongs to
+    cols: torch.Tensor  # (N,) the position that predicts it
+    targets: torch.Tensor  # (N,) the response token itself
+
+
+def collate(prompts, responses, device="cpu", pad=0):
+    """Ragged lists -> Batch. Two turns, with 2+2 and 1+1 tokens:
+
+    >>> b = collate([[5, 6], [7]], [[8, 9], [4]])
+    >>> b.ids.tolist()
+    [[5, 6, 8, 9], [7, 4, 0, 0]]
+    >>> b.rows.tolist(), b.cols.tolist(), b.targets.tolist()
+    ([0, 0, 1], [1, 2, 0], [8, 9, 4])
+    """
+    longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+    ids = torch.full((len(prompts), longest), pad)  # (B, T)
+    rows, cols, targets = [], [], []
+    for i, (p, r) in enumerate(zip(prompts, responses, strict=True)):
+        ids[i, : len(p) + len(r)] = torch.tensor([*p, *r])
+        rows += [i] * len(r)
+        cols += range(len(p) - 1, len(p) + len(r) - 1)  # position t predicts token t + 1
+        targets += r
+    flat = [torch.tensor(x, dtype=torch.long, device=device) for x in (rows, cols, targets)]
+    return Batch(ids.to(device), *flat)
+
+
+def cut(lengths, budget):
+    """Sequence lengths -> micro-batches (lists of indices) of at most `budget` padded tokens each,
+    similar lengths together.
+
+    >>> cut([10, 3, 4, 9], budget=20)
+    [[1, 2], [3, 0]]
+    """
+    out = [[]]
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if out[-1] and lengths[i] * (len(out[-1]) + 1) > budget:
+            out.append([])
+        out[-1].append(i)
+    return out
+
+
+# ------------------------------------------------------------------------------------- the policy
+
+
+class Policy(torch.nn.Module):
+    """A causal language model whose forward gives the log-probs of chosen tokens, and nothing else.
+
+    logp_t = log softmax(logits_t / temperature)[target_t]. The vocabulary is only ever multiplied with
+    `chunk` response tokens at a time.
+    """
+
+    def __init__(self, lm, temperature, chunk=2048):
+        super().__init__()
+        self.lm, self.temperature, self.chunk = lm, temperature, chunk
+
+    def causal(self):
+        return self.lm.get_base_model() if hasattr(self.lm, "peft_config") else self.lm
+
+    def forward(self, batch, temperature=None):
+        """Batch -> logp (N,) in float32."""
+        causal, temperature = self.causal(), temperature or self.temperature
+        hidden = causal.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state  # (B, T, H)
+        hidden, head = hidden[batch.rows, batch.cols], causal.get_output_embeddings()  # (N, H)
+        pieces = zip(hidden.split(self.chunk), batch.targets.split(self.chunk), strict=True)
+        if len(hidden) <= self.chunk:
+            return torch.cat([token_logp(head, h, y, temperature) for h, y in pieces])
+        return torch.cat([torch.utils.checkpoint.checkpoint(  # logits again in the backward pass
+            token_logp, head, h, y, temperature, use_reentrant=False) for h, y in pieces])
+
+
+def token_logp(head, hidden, targets, temperature):
+    logits = head(hidden).float() / temperature  # (n, V)
+    return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)  # (n,)
+
+
+# ---------------------------------------------------------------------------- advantages and losses
+
+
+def advantages(r, distil, teacher_logp, prox_logp, cfg):
+    """A_t = w_rl * r + w_opd * clamp(logp_T,t - prox_logp_t, -5, 5), each part where there is one.
+
+    r (N,), 0 where a turn has no reward part; distil (N,) bool; teacher_logp, prox_logp (N,) -> (N,)
+    OPD is on-policy distillation: in expectation over pi_p this is the gradient of KL(pi_p || T).
+    """
+    hint = (teacher_logp - prox_logp).clamp(-cfg.opd_clip, cfg.opd_clip)  # (N,)
+    return cfg.w_rl * r + cfg.w_opd * torch.where(distil, hint, torch.zeros_like(hint))
+
+
+def ratio(new, old):
+    """rho = exp(logp - old_logp), the log-ratio clamped to +-20 so that exp stays finite."""
+    return (new - old).clamp(-20, 20).exp()
+
+
+def clipped(rho, advantage, cfg):
+    """PPO's surrogate with an asymmetric clip (Schulman 2017; clip-higher: DAPO 2025) and a dual clip
+    for A < 0 (Ye 2020):  max(-rho A, -clip(rho, 1 - low, 1 + high) A), for A < 0 at most -10 A.
+
+    rho, advantage (N,) -> loss (N,), clipped (N,) bool where the clip took the gradient away
+    """
+    bounded = rho.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    loss = torch.maximum(-rho * advantage, -bounded * advantage)
+    took = (-bounded * advantage > -rho * advantage) & (bounded != rho)
+    ceiling = torch.where(advantage < 0, -cfg.dual_clip * advantage, torch.inf)
+    return torch.minimum(loss, ceiling), took | (loss > ceiling)
+
+
+def ppo(logp, prox_logp, rollout_logp, advantage, cfg):
+    """old = pi_b: the ratio repairs both staleness and the difference between engine and trainer."""
+    return clipped(ratio(logp, rollout_logp), advantage, cfg)
+
+
+LOSSES = {"ppo": ppo}  # ABLATE: --extra may add rows; same arguments, same result
+
+
+def token_weights(counts, agg):
+    """Weight of each sample's tokens (S,): mean over a sample's tokens, then over samples ('sample'),
+    or mean over all tokens ('token'). counts (S,) response tokens, all ranks and micro-batches."""
+    if agg == "token":
+        return [1 / sum(counts)] * len(counts)
+    return [1 / (len(counts) * n) for n in counts]
+
+
+# ------------------------------------------------------------------------------------ set-up
+
+
+def load_lm(cfg, device):
+    """-> (trainable model, frozen teacher or None for 'the same with the adapter off')."""
+    from transformers import AutoModelForCausalLM
+
+    def base(dtype):
+        return AutoModelForCausalLM.from_pretrained(cfg.model, dtype=dtype).to(device)
+
+    engine_dtype = getattr(torch, cfg.engine_dtype)
+    if not cfg.lora_rank:
+        teacher = base(engine_dtype).eval().requires_grad_(False) if cfg.teacher == "trainer" else None
+        return base(torch.float32), teacher
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank, lora_dropout=0.0,
+                      target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
+    # The frozen base is held in the engine's dtype, as the engine holds it; adapters are float32.
+    return get_peft_model(base(engine_dtype), lora, autocast_adapter_dtype=True), None
+
+
+def make_accelerator(cfg):
+    """bf16 engine -> bf16 autocast over float32 trainable weights; float32 engine -> float32. (A float32
+    trainer beside a bf16 engine believes in an adapter that users do not get.)"""
+    precision = "bf16" if cfg.engine_dtype == "bfloat16" else "no"
+    plugin = None
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and cfg.device != "cpu":
+        from accelerate import FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT",
+                                                auto_wrap_policy="transformer_based_wrap")
+    return Accelerator(mixed_precision=precision, cpu=cfg.device == "cpu", fsdp_plugin=plugin,
+                       log_with=cfg.tracker or None, project_dir=cfg.run_dir)
+
+
+def cores(text):
+    """'0-2,5' -> {0, 1, 2, 5}"""
+    spans = [part.split("-") for part in text.split(",")]
+    return {i for span in spans for i in range(int(span[0]), int(span[-1]) + 1)}
+
+
+class Trainer:
+    """Model, optimiser and what a step needs to know. One per rank."""
+
+    def __init__(self, cfg):
+        self.cfg, self.acc = cfg, make_accelerator(cfg)
+        torch.manual_seed(cfg.seed)
+        if cfg.trainer_cores:
+            os.sched_setaffinity(0, cores(cfg.trainer_cores))
+            torch.set_num_threads(len(cores(cfg.trainer_cores)))
+        self.device = self.acc.device
+        lm, teacher = load_lm(cfg, self.device)
+        if cfg.gradient_checkpointing:
+            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            lm.enable_input_require_grads()
+        self.teacher = teacher and Policy(teacher, cfg.temperature)
+        policy = Policy(lm, cfg.temperature)
+        trainable = [p for p in policy.parameters() if p.requires_grad]
+        optimiser = torch.optim.AdamW(trainable, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.model, self.optimiser = self.acc.prepare(policy, optimiser)
+        self.step = 0
+
+    @property
+    def policy(self):
+        return self.acc.unwrap_model(self.model)
+
+    # ---- forward passes
+
+    def logp(self, prompts, responses, model=None, temperature=None):
+        """Log-probs without gradient, in micro-batches -> list of (R,) tensors, in the given order."""
+        lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+        out = [None] * len(lengths)
+        with torch.no_grad(), self.acc.autocast():
+            for part in cut(lengths, self.cfg.token_budget):
+                batch = collate([prompts[i] for i in part], [responses[i] for i in part], self.device)
+                flat = (model or self.model)(batch, temperature).cpu()  # (N,)
+                for i, piece in zip(part, flat.split([len(responses[i]) for i in part]), strict=True):
+                    out[i] = piece
+        return out
+
+    def teacher_logp(self, turns):
+        """log-probs (R,) of the original responses under their hinted prompts: the policy with its
+        adapter off, or a frozen copy. Same arithmetic and temperature as the student."""
+        prompts = [hinted_prompt(t) for t in turns]
+        replies = [t["response_ids"] for t in turns]
+        if self.teacher is not None:
+            return self.logp(prompts, replies, self.teacher)
+        with self.policy.lm.disable_adapter():
+            return self.logp(prompts, replies)
+
+    # ---- one step
+
+    def train(self, turns):
+        """One optimiser update on a batch of turns (dicts) -> metrics. All ranks call it alike."""
+        cfg, world = self.cfg, self.acc.num_processes
+        attach_teacher(self, turns)
+        weights = token_weights([len(t["response_ids"]) for t in turns], cfg.loss_agg)
+        parts = cut([len(t["prompt_ids"]) + len(t["response_ids"]) for t in turns], cfg.token_budget)
+        parts += [parts[0]] * (-len(parts) % world)  # same count on all ranks ...
+        real = len(parts) - (-len(cut_count(turns, cfg)) % world)
+        stats, mine = Stats(), range(self.acc.process_index, len(parts), world)
+        self.optimiser.zero_grad()
+        for k in mine:
+            last = k + world >= len(parts)
+            with contextlib.nullcontext() if last else self.acc.no_sync(self.model):
+                self.micro(turns, parts[k], weights, stats, dummy=k >= real)  # ... some with loss 0
+        grad_norm = self.acc.clip_grad_norm_(self.model.parameters(), cfg.max_grad_norm)
+        self.optimiser.step()
+        self.step += 1
+        return {**stats.gather(self.acc), "grad_norm": float(grad_norm)}
+
+    def micro(self, turns, part, weights, stats, dummy):
+        """Forward, loss and backward of one micro-batch."""
+        cfg, chosen = self.cfg, [turns[i] for i in part]
+        batch = collate([t["prompt_ids"] for t in chosen], [t["response_ids"] for t in chosen],
+                        self.device)
+        logp = self.model(batch)  # (N,)
+        prox_logp = logp.detach()  # (N,) one update per batch: pi_p is pi itself
+        rollout_logp = self.flat(chosen, lambda t: t["rollout_logp"])  # (N,)
+        teacher_logp = self.flat(chosen, lambda t: t["teacher_logp"] or [0.0] * len(t["response_ids"]))
+        r = self.spread(chosen, lambda t: t["r"] or 0.0)  # (N,)
+        distil = self.spread(chosen, lambda t: float(t["distil"])) > 0  # (N,)
+        advantage = advantages(r, distil, teacher_logp, prox_logp, cfg)  # (N,)
+        loss, was_clipped = LOSSES[cfg.loss](logp, prox_logp, rollout_logp, advantage, cfg)  # (N,)
+        weight = self.flat(chosen, lambda t: [weights[turns.index(t)]] * len(t["response_ids"]))
+        total = (loss * weight).sum() * (0.0 if dummy else 1.0)
+        if not dummy:
+            slope = torch.autograd.grad(total, logp, retain_graph=True)[0]  # (N,) what each token pulls
+            stats.add(batch, chosen, total, slope, logp.detach(), rollout_logp, was_clipped, advantage,
+                      self.step)
+        # DDP and FSDP average over ranks; the weights above are those of the whole step.
+        self.acc.backward(total * self.acc.num_processes)
+
+    def flat(self, turns, values):
+        return torch.tensor([x for t in turns for x in values(t)], device=self.device)
+
+    def spread(self, turns, value):
+        """One number per turn -> one per response token (N,)."""
+        return self.flat(turns, lambda t: [value(t)] * len(t["response_ids"]))
+
+    # ---- weights on disk
+
+    def save_adapter(self, folder):
+        """PEFT adapter -> folder; checks that every adapter tensor of the model is in the file."""
+        from peft import get_peft_model_state_dict
+
+        lm = self.policy.lm
+        state = {k: v.contiguous().cpu() for k, v in get_peft_model_state_dict(lm).items()}
+        folder.mkdir(parents=True)
+        lm.peft_config["default"].save_pretrained(folder)
+        save_file(state, folder / "adapter_model.safetensors")
+        expected = [n.replace(".default", "") for n, p in lm.named_parameters() if p.requires_grad]
+        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+            check_names(file.keys(), expected)
+
+    def save_full(self, folder):
+        """All weights in the engine's dtype -> folder/model.safetensors -> bytes written."""
+        dtype, lm = getattr(torch, self.cfg.engine_dtype), self.policy.lm
+        tied = set(getattr(lm, "_tied_weights_keys", None) or ()) if lm.config.tie_word_embeddings else ()
+        state = {k.removeprefix("lm."): v.to(dtype).contiguous().cpu()
+                 for k, v in self.acc.get_state_dict(self.model).items()}
+        state = {k: v for k, v in state.items() if k not in tied}
+        path = folder / "model.safetensors"
+        save_file(state, path, metadata={"format": "pt"})
+        expected = {n for n, _ in lm.named_parameters()} - set(tied)
+        with safe_open(path, "pt") as file:
+            check_names(file.keys(), expected)
+        return path.stat().st_size
+
+
+def cut_count(turns, cfg):
+    return cut([len(t["prompt_ids"]) + len(t["response_ids"]) for t in turns], cfg.token_budget)
+
+
+def hinted_prompt(turn):
+    return turn["hinted_prompt_ids"][turn["hints"].index(turn["hint"])]
+
+
+def attach_teacher(trainer, turns):
+    """Fill in teacher_logp (R,) of the turns that distil and came without one."""
+    todo = [t for t in turns if t["distil"] and t["teacher_logp"] is None]
+    if todo:
+        for turn, logp in zip(todo, trainer.teacher_logp(todo), strict=True):
+            turn["teacher_logp"] = logp.tolist()
+
+
+class Stats:
+    """Sums over response tokens of one step; every metric is a sum over a count."""
+
+    KEYS = "tokens turns loss ratio clipped kl advantage live_turns gap gap_tokens gap_turns".split()
+
+    def __init__(self):
+        self.sums = dict.fromkeys(self.KEYS, 0.0)
+
+    def add(self, batch, turns, total, slope, logp, rollout_logp, was_clipped, advantage, version):
+        x = logp - rollout_logp  # (N,) unclamped: diagnostics show what is there
+        fresh = [t["version_start"] == t["version_end"] == version for t in turns]
+        is_fresh = torch.tensor(fresh, device=x.device)[batch.rows]  # (N,)
+        live = torch.zeros(len(turns), device=x.device).index_add_(0, batch.rows, slope.abs()) > 0
+        sums = {"tokens": len(x), "turns": len(turns), "loss": total, "ratio": x.clamp(max=80).exp().sum(),
+                "clipped": was_clipped.sum(), "kl": (x.clamp(max=80).exp() - 1 - x).sum(),
+                "advantage": advantage.sum(), "live_turns": live.sum(), "gap": x.abs()[is_fresh].sum(),
+                "gap_tokens": is_fresh.sum(), "gap_turns": sum(fresh)}
+        for key, value in sums.items():
+            self.sums[key] += float(value)
+
+    def gather(self, acc):
+        """Sum over ranks, then divide."""
+        sums = torch.tensor([self.sums[k] for k in self.KEYS], dtype=torch.float64)
+        if acc.num_processes > 1:
+            sums = acc.reduce(sums.to(acc.device), "sum").cpu()
+        s = dict(zip(self.KEYS, sums.tolist(), strict=True))
+        return {"loss": s["loss"], "ratio_mean": s["ratio"] / s["tokens"],
+                "clip_frac": s["clipped"] / s["tokens"], "kl": s["kl"] / s["tokens"],
+                "advantage_mean": s["advantage"] / s["tokens"], "tokens": int(s["tokens"]),
+                "nonzero_grad_frac": s["live_turns"] / s["turns"], "logp_gap_n": int(s["gap_turns"]),
+                "logp_gap_turns": s["gap"] / s["gap_tokens"] if s["gap_tokens"] else None}
+
+
+# -------------------------------------------------------------------------------------- the canary
+
+CANARY = [  # four fixed exchanges, about 256 tokens with their prompts, scored after every sync
+    ("Why does the moon change its shape?",
+     "The moon does not really change. We see more or less of its sunlit half while it goes around us."),
+    ("How do I keep cut flowers fresh?",
+     "Trim the stems, change the water every other day and keep the vase away from the sun and fruit."),
+    ("What is a library card good for?",
+     "With a library card you can borrow books and films, use the computers and ask for quiet rooms."),
+    ("Tell me something about salt.",
+     "Salt is made of sodium and chlorine. People once paid with it, and food tastes flat without it."),
+]
+
+
+def canary_ids(tokenizer):
+    """-> prompts, replies: lists of token ids."""
+    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": q}], tokenize=True,
+                                             add_generation_prompt=True, return_dict=False)
+               for q, _ in CANARY]
+    return prompts, [tokenizer.encode(a, add_special_tokens=False) for _, a in CANARY]
+
+
+class Service:
+    """Rank 0's link to the outside: the queue in main, the engine, the run directory."""
+
+    def __init__(self, cfg, trainer, queue, tokenizer):
+        self.cfg, self.trainer, self.queue, self.tokenizer = cfg, trainer, queue, tokenizer
+        self.prompts, self.replies = canary_ids(tokenizer)
+        self.http = urllib3.PoolManager(retries=False, timeout=urllib3.Timeout(connect=10, read=300))
+        self.sync = Sync(cfg, cfg.engine_url, queue, self.engine_canary)
+        self.sync.weight_bytes = sum(p.numel() for p in trainer.policy.parameters()) * 4
+        self.pending_since, self.synced_at = None, time.monotonic()
+
+    def engine_canary(self, name):
+        pairs = zip(self.prompts, self.replies, strict=True)
+        return [x for p, r in pairs for x in engine_logp(self.http, self.cfg.engine_url, name, p, r)]
+
+
+def trainer_canary(trainer, prompts, replies):
+    """Log-probs (about 90 tokens) of the canary replies under the trainer's weights, temperature 1."""
+    return torch.cat(trainer.logp(prompts, replies, temperature=1.0)).tolist()
+
+
+# ----------------------------------------------------------------------------------------- the loop
+
+
+def connect():
+    """The sample queue that main holds, over its Unix socket."""
+    BaseManager.register("queue")
+    manager = BaseManager(os.environ["OPENCLAW_QUEUE"], bytes.fromhex(os.environ["OPENCLAW_KEY"]))
+    manager.connect()
+    return manager.queue()
+
+
+def share(acc, value, group):
+    """Rank 0's value on all ranks. gloo: an idle NCCL broadcast keeps the GPUs busy."""
+    if acc.num_processes == 1:
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0, group=group)
+    return box[0]
+
+
+def run(cfg):
+    """Lease, train, commit, sync, until main says stop."""
+    from transformers import AutoTokenizer
+
+    trainer = Trainer(cfg)
+    acc, boss = trainer.acc, trainer.acc.is_main_process
+    group = torch.distributed.new_group(backend="gloo") if acc.num_processes > 1 else None
+    service = Service(cfg, trainer, connect(), AutoTokenizer.from_pretrained(cfg.model)) if boss else None
+    prompts, replies = canary_ids(AutoTokenizer.from_pretrained(cfg.model))
+    t_0 = trainer_canary(trainer, prompts, replies)
+    if boss:
+        base_gap = service.sync.start(t_0)
+        service.queue.publish(0, BASE)
+        print(f"version 0 checked: logp_gap {base_gap:.4f} between engine and trainer", flush=True)
+    if cfg.tracker:
+        acc.init_trackers("nano-openclaw-rl", config={k: str(v) for k, v in vars(cfg).items()})
+    waiting, unsynced, synced = time.monotonic(), 0, {}
+    while True:
+        lease = share(acc, service.queue.lease(cfg.batch_size) if boss else None, group)
+        if lease["stop"] and not unsynced:
+            break
+        if not lease["turns"] and not unsynced:
+            time.sleep(0.5)  # "nothing yet" goes around too: no rank may sit in a collective
+            continue
+        metrics = None
+        if lease["turns"]:
+            start = time.monotonic()
+            metrics = {"wait_s": start - waiting, **trainer.train(lease["turns"])}
+            metrics["train_s"] = time.monotonic() - start
+            unsynced += 1
+            if boss:
+                service.queue.commit(trainer.step, {t["id"]: "trained" for t in lease["turns"]})
+        if unsynced >= cfg.sync_every or lease["stop"] or not lease["turns"]:
+            done = sync_now(cfg, trainer, service, prompts, replies, group)
+            unsynced, synced = (0, done) if done else (unsynced, {})
+            if not done and not lease["turns"]:
+                time.sleep(0.5)
+        if boss and metrics:
+            report(cfg, service, trainer, lease, metrics, synced)
+        waiting = time.monotonic() if metrics else waiting
+    acc.end_training()
+
+
+def sync_now(cfg, trainer, service, prompts, replies, group):
+    """Put the current weights into service -> its metrics, or None while all slots are in use."""
+    acc, boss, version = trainer.acc, trainer.acc.is_main_process, trainer.step
+    if cfg.lora_rank and not share(acc, service.sync.has_slot() if boss else None, group):
+        service and setattr(service, "pending_since", service.pending_since or time.monotonic())
+        return None
+    start, t_new = time.monotonic(), trainer_canary(trainer, prompts, replies)
+    if cfg.lora_rank:
+        folder = Path(cfg.run_dir) / "adapters" / f"v{version}"
+        done = {}
+        if boss:
+            trainer.save_adapter(folder)
+            done = service.sync.push_lora(version, folder, t_new)
+    else:
+        done = service.sync.push_full(version, trainer.save_full, cfg.run_dir, t_new) if boss else {}
+    acc.wait_for_everyone()
+    if boss:
+        since, service.pending_since = service.pending_since, None
+        done |= {"sync_wait_s": start - since if since else 0.0, "check_s": time.monotonic() - start}
+    return done or {"ok": True}
+
+
+# ------------------------------------------------------------------------------------ what is shown
+
+
+def report(cfg, service, trainer, lease, metrics, synced):
+    """One line and one decoded turn on screen, the same numbers in metrics.jsonl and the trackers."""
+    turns, window, status = lease["turns"], lease["window"], service.queue.status()
+    ages = [trainer.step - 1 - t["version_start"] for t in turns]
+    row = {"step": trainer.step, "version": status["version"], **window, **metrics,
+           "turns": len(turns), "logp_gap": synced.get("logp_gap"), "canary": synced.get("canary"),
+           "age_mean": sum(ages) / len(ages), "age_max": max(ages),
+           "age_hist": {a: ages.count(a) for a in sorted(set(ages))},
+           "sync_s": synced.get("sync_s", 0.0), "sync_wait_s": synced.get("sync_wait_s", 0.0),
+           "check_s": synced.get("check_s", 0.0), "pause_s": synced.get("pause_s", 0.0),
+           "sync_gap_max_s": status["gap_max"], "time": time.time(),
+           "tokens_per_s": metrics["tokens"] / metrics["train_s"]}
+    with open(Path(cfg.run_dir) / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+    flat = {k: v for k, v in row.items() if isinstance(v, int | float)}
+    trainer.acc.log(flat, step=trainer.step)
+    print(step_line(row) + "\n" + show_turn(turns[0], service.tokenizer), flush=True)
+
+
+def step_line(row):
+    """The fixed order of the screen line; `-` stands for 'nothing to measure'."""
+
+    def num(key, digits=2):
+        return "-" if row[key] is None else f"{row[key]:.{digits}f}"
+
+    votes = row["votes"]
+    dropped = " ".join(f"{k}:{n}" for k, n in row["dropped"].items()) or "none"
+    return (f"step {row['step']:>3} v{row['version']} | reward {num('reward_mean')} of {row['judged']} "
+            f"(+{votes['plus']} 0:{votes['zero']} -{votes['minus']} ?{votes['invalid']}) "
+            f"tokens {num('reply_tokens', 0)} hint {num('hint_rate')} cut {num('cut_frac')} | "
+            f"loss {num('loss', 3)} gap {num('logp_gap', 4)} turns' {num('logp_gap_turns', 4)} "
+            f"ratio {num('ratio_mean')} clip {num('clip_frac')} |g| {num('grad_norm')} | "
+            f"age {num('age_mean', 1)}/{row['age_max']} | wait {num('wait_s', 1)} "
+            f"train {num('train_s', 1)} sync {num('sync_s')} s | not trained: {dropped}"
+            + (" | CANARY SUSPICIOUS" if row["canary"] == "suspicious" else ""))
+
+
+def show_turn(turn, tokenizer):
+    """One trained turn, readable: what was asked, answered, said next, and how it was judged."""
+    asked = next((m["content"] for m in reversed(turn["messages"]) if m["role"] == "user"), "")
+    rows = {"user": strip_wrappers(asked)[0], "reply": tokenizer.decode(turn["response_ids"]),
+            "then": " / ".join(m["content"] for m in turn["next_state"]),
+            "judged": f"votes {turn['votes']} score {turn['score']}, hint: {turn['hint']}"}
+    return "\n".join(f"      {k:>6}: {shorten(v)}" for k, v in rows.items())
+
+
+def shorten(text, width=150):
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 4] + " ..."
+
+
+def load_extra(path):
+    """--extra FILE: a student's file that may add rows to LOSSES or SCHEDULES."""
+    spec = importlib.util.spec_from_file_location("extra", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def load_config(run_dir):
+    return SimpleNamespace(**json.loads((Path(run_dir) / "config.json").read_text()))
+
+
+if __name__ == "__main__":
+    sys.modules["trainer"] = sys.modules["__main__"]  # so that --extra files see this very module
+    config = load_config(sys.argv[1])
+    if config.extra:
+        load_extra(config.extra)
+    try:
+        run(config)
+    except (SyncError, EOFError, ConnectionError) as error:
+        sys.exit(f"trainer: {error or type(error).__name__}")
