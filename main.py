@@ -1,4 +1,4 @@
-"""The one command: `python main.py --mode opd`. Config, start-up order, queues, supervision, shut-down.
+"""The one command: `python main.py --mode opd`. Config, start-up, queues, supervision, shut-down.
 
 Place in the system: starts the policy engine (sync.py), the judge threads (judge.py), the proxy
 (proxy.py) and the trainer (trainer.py), holds the queue that joins them, and ends them all.
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import proxy
 from judge import HINT_CHOICE, JUDGES, SCHEDULES, JudgeThreads, SampleQueue
-from sync import BASE, HERE, Child, engine_command, engine_env, free_port, wait_ready
+from sync import BASE, HERE, Child, engine_command, engine_env, free_port, parse_cores, wait_ready
 
 AUTO = "auto"
 DEMO_MODEL = HERE / "models" / "SmolLM2-135M-Instruct"
@@ -44,11 +44,13 @@ def knob(default, group, text, choices=None):
 class Config:
     """Every knob, once. `auto` is filled from PRESETS for the hardware found."""
 
-    mode: str = knob("opd", "run", "learn from scores, from hints, or both", ("rl", "opd", "combine"))
+    mode: str = knob("opd", "run", "learn from scores, from hints, or both",
+                     ("rl", "opd", "combine"))
     steps: int = knob(0, "run", "end training after this many updates (0: never)")
     simulate: str = knob("", "run", "talk to a simulated user of this persona, then end: concise")
     max_turns: int = knob(0, "run", "questions that the simulated users ask (0: no limit)")
     users: int = knob(8, "run", "simulated users at once")
+    held_out: int = knob(2, "run", "replies to each held-out question, before and after (0: none)")
     lockstep: bool = knob(False, "run", "simulated users wait while a batch is being trained")
     run_dir: str = knob("", "run", "where everything is recorded (default runs/<time>-<mode>)")
     seed: int = knob(0, "run", "for questions, sampling and initial adapter")
@@ -62,24 +64,28 @@ class Config:
     max_tokens: int = knob(AUTO, "model", "reply limit for clients that give none, tokens")
     temperature: float = knob(1.0, "model", "of sampling, log-probs and teacher alike")
 
-    host: str = knob("127.0.0.1", "serving", "address to listen on; others than loopback need a key")
+    host: str = knob("127.0.0.1", "serving", "address to listen on; others than loopback "
+                     "need a key")
     port: int = knob(30000, "serving", "port to listen on")
     served_name: str = knob("policy", "serving", "model name that clients see")
-    api_key_file: str = knob("", "serving", "file with the key for clients (or env OPENCLAW_API_KEY)")
+    api_key_file: str = knob("", "serving", "file with the key for clients (or env "
+                             "OPENCLAW_API_KEY)")
     client_sampling: str = knob("ignore", "serving", "ignore: main turns get the run's sampling; "
-                                "respect: as asked, untrained where it differs", ("ignore", "respect"))
+                                "respect: as asked, untrained where it differs",
+                                ("ignore", "respect"))
     pause: str = knob("hold", "serving", "while full weights are swapped: hold requests, or refuse "
                       "them with 503", ("hold", "reject"))
     session_timeout: float = knob(1800, "serving", "silence after which a session is over, s")
     max_requests: int = knob(64, "serving", "requests at once; further ones get 429")
     max_body_mb: int = knob(16, "serving", "largest request body, MiB")
     request_timeout: float = knob(600, "serving", "longest silence of the engine, s")
-    overload: str = knob("serve", "serving", "when the trainer is behind: serve untrained, or refuse "
-                         "with 429", ("serve", "429"))
+    overload: str = knob("serve", "serving", "when the trainer is behind: serve untrained, or "
+                         "refuse with 429", ("serve", "429"))
 
-    judge: str = knob(AUTO, "judging", "lexicon needs no model and reads approval and correction words",
-                      (AUTO, *JUDGES))
-    judge_url: str = knob("", "judging", "an OpenAI-compatible URL ending in /v1 (key in env JUDGE_KEY)")
+    judge: str = knob(AUTO, "judging", "lexicon needs no model and reads approval and "
+                      "correction words", (AUTO, *JUDGES))
+    judge_url: str = knob("", "judging", "an OpenAI-compatible URL ending in /v1 (key in env "
+                          "JUDGE_KEY)")
     judge_model: str = knob("", "judging", "model name at that URL")
     judge_timeout: float = knob(60, "judging", "longest time for one vote, s")
     judge_max_tokens: int = knob(1024, "judging", "answer limit of the judge, tokens")
@@ -89,9 +95,10 @@ class Config:
     hint_choice: str = knob("longest", "judging", "which valid hint teaches", tuple(HINT_CHOICE))
     teacher: str = knob(AUTO, "judging", "who scores replies under the hinted prompt: the trainer "
                         "(base model) or the judge's engine", (AUTO, "trainer", "engine"))
-    train_cut: str = knob("all", "judging", "what replies cut by the limit give: all parts, the hint "
-                          "part, nothing", ("all", "hint", "none"))
-    at_least_one: bool = knob(False, "judging", "rl: keep a session's first turn even if it scored 0")
+    train_cut: str = knob("all", "judging", "what replies cut by the limit give: all parts, the "
+                          "hint part, nothing", ("all", "hint", "none"))
+    at_least_one: bool = knob(False, "judging", "rl: keep a session's first turn even if it "
+                              "scored 0")
 
     lora_rank: int = knob(AUTO, "training", "rank of the adapter; 0 trains the full weights")
     lr: float = knob(AUTO, "training", "AdamW's learning rate")
@@ -104,7 +111,8 @@ class Config:
     opd_clip: float = knob(5.0, "training", "bound of teacher_logp - prox_logp per token")
     clip_low: float = knob(0.2, "training", "ratio is clipped below 1 - this")
     clip_high: float = knob(0.28, "training", "ratio is clipped above 1 + this")
-    dual_clip: float = knob(10.0, "training", "bound of the loss per token for bad turns, times |A|")
+    dual_clip: float = knob(10.0, "training", "bound of the loss per token for bad turns, "
+                             "times |A|")
     max_grad_norm: float = knob(1.0, "training", "gradient clipping")
     token_budget: int = knob(AUTO, "training", "padded tokens per micro-batch")
     gradient_checkpointing: bool = knob(AUTO, "training", "recompute activations to save memory")
@@ -115,12 +123,14 @@ class Config:
                            "sample, s (0: never)")
     sync_every: int = knob(1, "training", "updates between weight syncs")
 
-    gpus: str = knob(AUTO, "hardware", "GPUs for trainer, policy engine, judge engine, such as 4,2,2")
+    gpus: str = knob(AUTO, "hardware", "GPUs for trainer, policy engine, judge engine, "
+                     "such as 4,2,2")
     lora_slots: int = knob(4, "hardware", "adapter versions that can be in use at once")
     gpu_share: float = knob(0.85, "hardware", "part of a GPU's memory for an engine")
     kv_cache_gb: int = knob(1, "hardware", "CPU engine: memory for keys and values, GiB")
-    engine_cores: str = knob("", "hardware", "CPU engine: cores, such as 0 or 0-1 (default: all)")
-    trainer_cores: str = knob("", "hardware", "CPU trainer: cores, such as 1 (default: all)")
+    engine_cores: str = knob(AUTO, "hardware", "CPU engine: cores, such as 0-3, or all (auto: the "
+                             "first half; a small model gains little from more)")
+    trainer_cores: str = knob(AUTO, "hardware", "CPU trainer: cores, or all (auto: the other half)")
 
 
 PRESETS = {
@@ -151,7 +161,8 @@ def parse(argv):
     for f in fields(Config):
         meta, kind = f.metadata, f.type
         group = groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
-        flag, text = "--" + f.name.replace("_", "-"), f"{meta['help']} [{f.default}]".replace("%", "%%")
+        flag = "--" + f.name.replace("_", "-")
+        text = f"{meta['help']} [{f.default}]".replace("%", "%%")
         if kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default,
                                help=text)
@@ -187,6 +198,7 @@ def fill(cfg):
     if cfg.teacher == AUTO:
         own = cfg.layout["judge"] and not cfg.judge_url
         cfg.teacher = "engine" if not cfg.lora_rank and own else "trainer"
+    split_cores(cfg)
     cfg.run_dir = cfg.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.mode}"
     cfg.api_key = os.environ.get("OPENCLAW_API_KEY", "")
     if cfg.api_key_file:
@@ -194,6 +206,22 @@ def fill(cfg):
     cfg.judge_key = os.environ.get("JUDGE_KEY", "")
     validate(cfg)
     return cfg
+
+
+def split_cores(cfg):
+    """Disjoint halves for engine and trainer: sharing makes a training step ten times slower."""
+    ids = sorted(os.sched_getaffinity(0))
+    half = max(1, len(ids) // 2)
+    for key, auto in (("engine_cores", ids[:half]), ("trainer_cores", ids[half:] or ids)):
+        if getattr(cfg, key) in (AUTO, "all"):
+            chosen = ids if getattr(cfg, key) == "all" or cfg.device != "cpu" else auto
+            setattr(cfg, key, ",".join(map(str, chosen)))
+        try:
+            parse_cores(getattr(cfg, key))
+        except ValueError:
+            flag = "--" + key.replace("_", "-")
+            raise Problem(f"{flag} {getattr(cfg, key)}: write cores as 0,1 or 0-3, "
+                          "or all") from None
 
 
 def read_key(path):
@@ -227,8 +255,8 @@ def layout_for(wish, gpus):
         except ValueError:
             sizes = ()
         if len(sizes) != 3 or sum(sizes) > n or not sizes[1]:
-            raise Problem(f"--gpus {wish}: three numbers (trainer, policy, judge) with a sum of at most "
-                          f"{n}, the GPUs visible here, and at least one for the policy")
+            raise Problem(f"--gpus {wish}: three numbers (trainer, policy, judge) with a sum of at "
+                          f"most {n}, the GPUs visible here, and at least one for the policy")
     trainer, policy, judge = sizes
     ids = iter(gpus)
     out = {"policy": [next(ids) for _ in range(policy)], "judge": [next(ids) for _ in range(judge)]}
@@ -239,7 +267,8 @@ def layout_for(wish, gpus):
 def validate(cfg):
     """Wrong settings end here, with a sentence that says what to change."""
     rules = [
-        (cfg.temperature > 0, f"--temperature {cfg.temperature} must be above 0: log-probs need it"),
+        (cfg.temperature > 0,
+         f"--temperature {cfg.temperature} must be above 0: log-probs need it"),
         (cfg.batch_size > 0, "--batch-size must be at least 1"),
         (cfg.max_tokens < cfg.max_model_len, f"--max-tokens {cfg.max_tokens} must be below "
          f"--max-model-len {cfg.max_model_len}"),
@@ -247,18 +276,21 @@ def validate(cfg):
          f"{', '.join(SCHEDULES)}"),
         (cfg.schedule != "windowed" or cfg.window >= cfg.batch_size,
          f"--window {cfg.window} must be at least --batch-size {cfg.batch_size}"),
-        (cfg.host in proxy.LOOPBACK or cfg.api_key, f"--host {cfg.host} can be reached from outside: "
+        (cfg.host in proxy.LOOPBACK or cfg.api_key,
+         f"--host {cfg.host} can be reached from outside: "
          "set a key with --api-key-file or OPENCLAW_API_KEY, or use --host 127.0.0.1"),
         (cfg.judge != "llm" or cfg.judge_url or cfg.layout["judge"] or cfg.lora_rank,
          "--judge llm with full weights needs GPUs of its own (--gpus) or --judge-url: the policy "
          "engine's base model is being trained"),
         (not cfg.judge_url or cfg.judge_model, "--judge-url needs --judge-model"),
-        (cfg.teacher != "engine" or cfg.temperature == 1, f"--teacher engine needs --temperature 1, not "
+        (cfg.teacher != "engine" or cfg.temperature == 1,
+         f"--teacher engine needs --temperature 1, not "
          f"{cfg.temperature}: vLLM scores prompts at temperature 1 only"),
         (cfg.teacher != "engine" or cfg.layout["judge"] or cfg.lora_rank,
          "--teacher engine with full weights needs a judge engine of its own (--gpus)"),
         (cfg.lora_rank in (0, 1, 8, 16, 32, 64, 128, 256, 320, 512),
-         f"--lora-rank {cfg.lora_rank}: vLLM takes 0 (full weights), 1, 8, 16, 32, 64, 128, 256, 320, 512"),
+         f"--lora-rank {cfg.lora_rank}: vLLM takes 0 (full weights), 1, 8, 16, 32, 64, 128, 256, "
+         "320, 512"),
         (not cfg.extra or Path(cfg.extra).is_file(), f"--extra {cfg.extra} does not exist"),
         (not cfg.simulate or cfg.steps or cfg.max_turns or cfg.max_wait, "--simulate needs an end: "
          "--steps, --max-turns or --max-wait"),
@@ -279,7 +311,8 @@ def check_model(cfg):
     window = json.loads((path / "config.json").read_text()).get("max_position_embeddings") \
         if path.is_dir() else None
     if window and cfg.max_model_len > window:
-        raise Problem(f"--max-model-len {cfg.max_model_len} is above the model's window of {window}")
+        raise Problem(f"--max-model-len {cfg.max_model_len} is above the model's window of "
+                      f"{window}")
 
 
 def check_port(cfg):
@@ -291,8 +324,8 @@ def check_port(cfg):
         try:
             s.bind((cfg.host, cfg.port))
         except OSError as error:
-            raise Problem(f"{cfg.host}:{cfg.port} cannot be used ({error.strerror}{owner(cfg.port)}); "
-                          "choose another --port") from None
+            raise Problem(f"{cfg.host}:{cfg.port} cannot be used "
+                          f"({error.strerror}{owner(cfg.port)}); choose another --port") from None
 
 
 def owner(port):
@@ -365,7 +398,8 @@ class System:
         self.mark = now
 
     def child(self, name, command, **kwargs):
-        child = Child(name, command, self.run_dir / "logs" / f"{name.replace(' ', '-')}.log", **kwargs)
+        log = self.run_dir / "logs" / f"{name.replace(' ', '-')}.log"
+        child = Child(name, command, log, **kwargs)
         self.children.append(child)
         return child
 
@@ -387,7 +421,7 @@ def start_engine(system, name, gpus, lora):
     cfg, port = system.cfg, free_port()
     url = f"http://127.0.0.1:{port}"
     child = system.child(name, engine_command(cfg, cfg.model, port, lora, len(gpus) or 1),
-                         env=engine_env(cfg, ",".join(gpus)))
+                         env=engine_env(cfg, ",".join(gpus)), cores=cfg.engine_cores)
     shown = [-10]
 
     def tick(waited, last):
@@ -406,7 +440,8 @@ def start_judge_engine(system, policy_url):
     cfg = system.cfg
     ours = cfg.judge == "llm" and not cfg.judge_url
     own = cfg.layout["judge"] and (ours or cfg.teacher == "engine")
-    url = start_engine(system, "judge engine", cfg.layout["judge"], lora=False) if own else policy_url
+    url = (start_engine(system, "judge engine", cfg.layout["judge"], lora=False) if own
+           else policy_url)
     cfg.teacher_url, cfg.teacher_model, cfg.judge_is_ours = url, BASE, ours
     if ours:
         cfg.judge_url, cfg.judge_model = f"{url}/v1", BASE
@@ -418,7 +453,7 @@ def write_config(cfg):
 
 
 def start(system):
-    """Model, engine, judge, queue, judge threads, proxy (not accepting yet), trainer, in this order."""
+    """Model, engine, judge, queue, judge threads, proxy (not accepting yet), trainer, in order."""
     cfg = system.cfg
     check_model(cfg)
     check_port(cfg)
@@ -427,7 +462,8 @@ def start(system):
     (system.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     chosen = {k: getattr(cfg, k) for k in PRESETS[cfg.preset]} | {"teacher": cfg.teacher}
     say(f"run {cfg.run_dir} on {cfg.preset}: " + " ".join(f"{k}={v}" for k, v in chosen.items()))
-    cfg.engine_url = start_engine(system, "policy engine", cfg.layout["policy"], bool(cfg.lora_rank))
+    cfg.engine_url = start_engine(system, "policy engine", cfg.layout["policy"],
+                                  bool(cfg.lora_rank))
     start_judge_engine(system, cfg.engine_url)
     write_config(cfg)
     system.phase("start_engine")
@@ -446,7 +482,8 @@ def start_proxy(system):
     cfg, hooks = system.cfg, proxy.Hooks()
     hooks.paired, hooks.overloaded, hooks.say = system.judges.put, system.line.full, say
     hooks.feedback, hooks.health = system.judges.again, system.line.health
-    system.server = proxy.Server(cfg, cfg.engine_url, system.policy, system.sessions, system.log, hooks)
+    system.server = proxy.Server(cfg, cfg.engine_url, system.policy, system.sessions, system.log,
+                                 hooks)
     system.web = proxy.serve(proxy.make_app(system.server), cfg)
     threading.Thread(target=system.web.run, daemon=True, name="proxy").start()
 
@@ -463,7 +500,7 @@ def start_trainer(system):
         command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu",
                    "--num_processes", len(gpus), *command[1:]]
     say("waiting for the trainer: it loads the model and checks version 0 against the engine")
-    system.trainer = system.child("trainer", command, env=env, screen=True)
+    system.trainer = system.child("trainer", command, env=env, screen=True, cores=cfg.trainer_cores)
     limit = time.monotonic() + 900
     while not system.line.checked:
         check_children(system)
@@ -476,7 +513,8 @@ def welcome(system):
     cfg = system.cfg
     base = f"http://{cfg.host if ':' not in cfg.host else f'[{cfg.host}]'}:{cfg.port}/v1"
     key = " -H 'Authorization: Bearer '$OPENCLAW_API_KEY" if cfg.api_key else ""
-    say(f"\nready: {base} (model '{cfg.served_name}', mode {cfg.mode}, window {cfg.max_model_len})\n"
+    say(f"\nready: {base} (model '{cfg.served_name}', mode {cfg.mode}, window "
+        f"{cfg.max_model_len})\n"
         f"  curl {base}/chat/completions -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{{\"messages\": [{{\"role\": \"user\", \"content\": \"What is rain?\"}}]}}'")
     if cfg.max_model_len >= 24_576:  # OpenClaw's own prompt and tools need about 13,000 tokens
@@ -497,8 +535,8 @@ def check_children(system):
     for child in system.children:
         done = child in (system.trainer, system.users) and child.code() == 0
         if not child.alive() and not done:
-            raise Problem(f"the {child.name} ended (exit code {child.code()}); its last lines, from "
-                          f"{child.log}:\n{child.tail()}")
+            raise Problem(f"the {child.name} ended (exit code {child.code()}); its last lines, "
+                          f"from {child.log}:\n{child.tail()}")
     names = {t.name for t in threading.enumerate()}
     for thread in ("proxy", "queue", "judge-0"):
         if system.web and system.trainer and thread not in names:
@@ -509,7 +547,8 @@ def users_command(system):
     cfg = system.cfg
     command = [sys.executable, "examples/simulated_user.py", "--base-url",
                f"http://{cfg.host}:{cfg.port}/v1", "--persona", cfg.simulate, "--users", cfg.users,
-               "--max-turns", cfg.max_turns, "--seed", cfg.seed, "--run-dir", system.run_dir.resolve()]
+               "--max-turns", cfg.max_turns, "--seed", cfg.seed,
+               "--held-out-samples", cfg.held_out, "--run-dir", system.run_dir.resolve()]
     if cfg.lora_rank:  # the base model is in the engine beside its adapters
         command += ["--score-url", cfg.engine_url, "--score-model", BASE]
     return command + ["--extra", cfg.extra] * bool(cfg.extra) + ["--lockstep"] * cfg.lockstep
@@ -523,12 +562,12 @@ def heartbeat(system):
     dropped = " ".join(f"{k}:{n}" for k, n in fates.items()) or "none"
     say(f"serving v{system.policy.version} | batch {depth['ready']}/{cfg.batch_size}, judging "
         f"{depth['judging']}, in training {depth['leased']}, waiting for a reaction "
-        f"{len(system.sessions.keys)} | trained {trained}, not trained {dropped} | no reaction {alone}, "
-        f"side {side} | last sample {system.line.quiet():.0f} s ago")
+        f"{len(system.sessions.keys)} | trained {trained}, not trained {dropped} | no reaction "
+        f"{alone}, side {side} | last sample {system.line.quiet():.0f} s ago")
 
 
 def supervise(system):
-    """Runs until the simulated talk is over (or Ctrl-C); looks after children, sessions and users."""
+    """Runs until the simulated talk is over (or Ctrl-C); minds children, sessions and users."""
     cfg, beat, seen = system.cfg, time.monotonic(), -1
     while True:
         time.sleep(0.2)
@@ -621,8 +660,8 @@ def show_end(system, summary):
     if held and held.get("after") is not None:
         say(f"held-out good: {held['before']:.2f} before -> {held['after']:.2f} after "
             f"(tokens {held['mean_tokens_before']:.0f} -> {held['mean_tokens_after']:.0f})")
-    say(f"wall time {summary['wall_s']:.0f} s {summary['phases_s']}; see {system.run_dir}/summary.json, "
-        "curve.png, turns.jsonl")
+    say(f"wall time {summary['wall_s']:.0f} s {summary['phases_s']}; see "
+        f"{system.run_dir}/summary.json, curve.png, turns.jsonl")
 
 
 def interrupt(signum, frame):

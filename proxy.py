@@ -1,8 +1,8 @@
 """Policy serving: the OpenAI-compatible front that users talk to, and the record of what they said.
 
 Place in the system: agent or user -> this proxy -> vLLM. Each finished reply becomes a `Turn` that
-waits here until the user's next message shows up; the pair goes to the judge. Nothing on a request's
-path waits for judging or training.
+waits here until the user's next message shows up; the pair goes to the judge. Nothing on a
+request's path waits for judging or training.
 
 Run it alone: `python main.py --mode rl --steps 0` starts it in front of an engine; in tests
 `make_app` takes any engine URL.
@@ -80,9 +80,9 @@ class Turn:
 
 
 REPLY_FIELDS = (
-    "session kind messages tools chat_template_kwargs sampling prompt_ids response_ids rollout_logp "
-    "completion_tokens reply finish_reason version_start version_end created first_token finished "
-    "stripped"
+    "session kind messages tools chat_template_kwargs sampling prompt_ids response_ids "
+    "rollout_logp completion_tokens reply finish_reason version_start version_end created "
+    "first_token finished stripped"
 ).split()
 JUDGED_FIELDS = (
     "votes hint_votes hints hinted_prompt_ids hint hint_skip score teacher_logp judged_at r distil"
@@ -109,7 +109,7 @@ class TurnLog:
                 self.open[turn.id] = turn
 
     def close(self, turn, fate, step=None):
-        """The one place where a turn gets its fate; a second call for the same turn does nothing."""
+        """The one place where a turn gets its fate; a second call for a turn does nothing."""
         with self.lock:
             if self.open.pop(turn.id, None) is None:
                 return False
@@ -140,7 +140,7 @@ def load_turns(path):
     return turns
 
 
-# ------------------------------------------------------------------------ what was said: normalising
+# ----------------------------------------------------------------------- what was said: normalising
 
 # Wrappers that agents put around a user's words and do not send again. They are no reaction.
 CONTEXT_BLOCKS = {
@@ -170,7 +170,8 @@ def text_of(content):
     for part in content:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         if kind not in TEXT_PARTS:
-            raise BadRequest(f"content part of type '{kind}' is not supported: this model reads text only")
+            raise BadRequest(f"content part of type '{kind}' is not supported: this model reads "
+                             "text only")
         text = part if isinstance(part, str) else part.get("text", part.get("refusal", ""))
         if not isinstance(text, str):
             raise BadRequest("the text of a content part must be a string")
@@ -188,7 +189,7 @@ def strip_wrappers(text):
 
 
 def visible(text):
-    """An answer without its thinking, also where the tag was never closed or opened in the prompt."""
+    """An answer without its thinking, also if the tag was never closed or opened in the prompt."""
     return THINKING.sub("", text.rsplit("</think>", 1)[-1]).strip()
 
 
@@ -222,7 +223,7 @@ def said_last(messages):
     return ""
 
 
-# ----------------------------------------------------------- a client's body -> the engine's request
+# ---------------------------------------------------------- a client's body -> the engine's request
 
 ROLES = {"developer": "system", "function": "tool"}  # others stay as they are
 PASSED = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "response_format",
@@ -231,7 +232,8 @@ PASSED = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
             "presence_penalty": 0.0, "frequency_penalty": 0.0}
 LIMITS = {"temperature": (0, 2), "top_p": (0, 1), "top_k": (-1, 1 << 31), "min_p": (0, 1),
-          "repetition_penalty": (1e-3, 10), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
+          "repetition_penalty": (1e-3, 10), "presence_penalty": (-2, 2),
+          "frequency_penalty": (-2, 2)}
 
 
 def clean_messages(messages):
@@ -338,8 +340,9 @@ def header_or_body(body, header, key):
 
 
 def check_types(body):
-    shapes = {"tools": list, "response_format": dict, "structured_outputs": dict, "logit_bias": dict,
-              "bad_words": list, "stop": (str, list), "stream": bool, "stream_options": dict,
+    shapes = {"tools": list, "response_format": dict, "structured_outputs": dict,
+              "logit_bias": dict, "bad_words": list, "stop": (str, list), "stream": bool,
+              "stream_options": dict,
               "chat_template_kwargs": dict, "tool_choice": (str, dict), "min_tokens": int,
               "parallel_tool_calls": bool, "reasoning_effort": str}
     for key, kind in shapes.items():
@@ -350,7 +353,7 @@ def check_types(body):
 
 
 def engine_body(body, messages, cfg, side):
-    """The engine's request, by allow-list -> (payload, sampling source, why not trainable or None)."""
+    """The engine's request by allow-list -> (payload, sampling source, why untrainable or None)."""
     check_types(body)
     sampling, source, differs = sampling_for(body, cfg, side)
     payload = {k: body[k] for k in PASSED if body.get(k) is not None}
@@ -368,7 +371,7 @@ def engine_body(body, messages, cfg, side):
     return payload, source, differs, skip
 
 
-# ----------------------------------------------------------------- one streamed answer of the engine
+# ---------------------------------------------------------------- one streamed answer of the engine
 
 
 class EngineError(Exception):
@@ -452,7 +455,7 @@ def readable(status, raw):
     return (status if 400 <= status < 500 else 502), str(message)
 
 
-# ------------------------------------------------------ the engine's other questions, asked by siblings
+# -------------------------------------------------- the engine's other questions, asked by siblings
 
 
 def ask_engine(http, url, body):
@@ -491,7 +494,8 @@ class Reply:
     def add(self, chunk):
         """Take one engine chunk; return the delta to pass on, or None."""
         if chunk.get("error"):
-            raise EngineError(502, f"the engine failed: {chunk['error'].get('message', 'no reason')}")
+            reason = chunk["error"].get("message", "no reason")
+            raise EngineError(502, f"the engine failed: {reason}")
         self.prompt_ids = chunk.get("prompt_token_ids") or self.prompt_ids
         self.usage = chunk.get("usage") or self.usage
         if not chunk.get("choices"):
@@ -503,7 +507,8 @@ class Reply:
         self.logprobs += entries
         self.logp += [entry.get("logprob") for entry in entries]
         if choice.get("finish_reason"):
-            self.finish_reason, self.stop_reason = choice["finish_reason"], choice.get("stop_reason")
+            self.finish_reason = choice["finish_reason"]
+            self.stop_reason = choice.get("stop_reason")
         return self._delta(choice.get("delta") or {}, entries)
 
     def _delta(self, delta, entries):
@@ -519,7 +524,8 @@ class Reply:
 
     def _add_call(self, call):
         while len(self.calls) <= call.get("index", 0):
-            self.calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+            self.calls.append({"id": "", "type": "function",
+                               "function": {"name": "", "arguments": ""}})
         mine, function = self.calls[call.get("index", 0)], call.get("function") or {}
         mine["id"] = call.get("id") or mine["id"]
         mine["function"]["name"] += function.get("name") or ""
@@ -553,11 +559,11 @@ def distrust(reply):
     return None
 
 
-# ------------------------------------------------------------------------------ shared between threads
+# --------------------------------------------------------------------------- shared between threads
 
 
 class Policy:
-    """Which weights users get right now: the engine's name for them, their version, who uses them."""
+    """Which weights users get right now: the engine's name for them, their version, their users."""
 
     def __init__(self, name, version=0):
         self.lock = threading.Lock()
@@ -588,7 +594,7 @@ class Policy:
             self.span = (self.span[0], time.monotonic())
 
     def saw_gap(self, before, now):
-        """A stream waited from `before` to `now` for its next chunk: was a weight update the cause?"""
+        """A stream waited from `before` to `now` for its next chunk: because of a weight update?"""
         with self.lock:
             if before < self.span[1] and now > self.span[0]:
                 self.gap_max = max(self.gap_max, now - before)
@@ -600,10 +606,10 @@ class Policy:
 
 
 class Sessions:
-    """Finished main turns that wait for their next state, and the pairing of new requests with them.
+    """Finished main turns that wait for their next state, and their pairing with new requests.
 
-    A turn waits under a key of (the words it answered, its reply). No prefix is compared and nothing
-    is counted, so sliding windows, compaction and rewritten tool-call ids do no harm.
+    A turn waits under a key of (the words it answered, its reply). No prefix is compared and
+    nothing is counted, so sliding windows, compaction and rewritten tool-call ids do no harm.
     """
 
     def __init__(self, log, timeout):
@@ -743,7 +749,7 @@ class Server:
         self.told = set()  # sessions that were told once about their sampling
 
     def admit(self):
-        """None, or the refusal (status, sentence, seconds to wait). Takes a place when it admits."""
+        """None, or the refusal (status, sentence, seconds to wait). Takes a place if it admits."""
         if not self.policy.accepting:
             return 503, "the policy is not ready yet", 5
         if self.policy.swapping and self.cfg.pause == "reject" and not self.cfg.lora_rank:
@@ -755,7 +761,7 @@ class Server:
         return None
 
     def receive(self, body):
-        """Validate, pair, admit -> (turn, payload, extra response headers) or a refusal Response."""
+        """Validate, pair, admit -> (turn, payload, extra headers) or a refusal Response."""
         messages = clean_messages(body.get("messages"))
         side = str(header_or_body(body, "X-Turn-Type", "turn_type") or "main").lower() == "side"
         given = header_or_body(body, "X-Session-Id", "session_id")
@@ -793,8 +799,8 @@ class Server:
             self.told.clear()
         self.told.add(turn.session)
         if replaced:
-            self.hooks.say(f"session {turn.session}: its own sampling parameters were replaced by the "
-                           "run's (--client-sampling respect serves them, untrained)")
+            self.hooks.say(f"session {turn.session}: its own sampling parameters were replaced by "
+                           "the run's (--client-sampling respect serves them, untrained)")
         if turn.stripped:
             self.hooks.say(f"session {turn.session}: not counted as the user's words: "
                            + ", ".join(turn.stripped))
@@ -830,7 +836,8 @@ class Server:
     def finish(self, turn, reply, outcome, skip, done):
         """Record the turn and let it wait. KEEP: runs before the client sees the answer's end, or
         a quick client would react to a turn that does not wait yet."""
-        turn.prompt_ids, turn.response_ids, turn.rollout_logp = reply.prompt_ids, reply.ids, reply.logp
+        turn.prompt_ids, turn.response_ids = reply.prompt_ids, reply.ids
+        turn.rollout_logp = reply.logp
         turn.completion_tokens = reply.usage.get("completion_tokens", 0)
         turn.reply, turn.finish_reason = reply.message(), reply.finish_reason or "abort"
         turn.version_end = turn.version_start if self.cfg.lora_rank else self.policy.version
@@ -870,7 +877,7 @@ class Server:
 
     def whole(self, turn, stream, first, headers, body):
         reply = first[1]
-        for _, reply in stream:
+        for _ in stream:
             pass
         choice = {"index": 0, "message": reply.message(), "finish_reason": reply.finish_reason,
                   "logprobs": {"content": reply.logprobs} if body.get("logprobs") else None}
@@ -880,7 +887,7 @@ class Server:
         return out
 
     def streamed(self, turn, stream, first, body):
-        """Server-sent events: deltas as they come, then one finish_reason, usage if asked, [DONE]."""
+        """Server-sent events: deltas as they come, then a finish_reason, usage if asked, [DONE]."""
         usage = bool((body.get("stream_options") or {}).get("include_usage"))
         base = {"id": turn.id, "object": "chat.completion.chunk", "created": int(turn.created),
                 "model": self.cfg.served_name} | ({"usage": None} if usage else {})
@@ -913,11 +920,12 @@ class Server:
         yield "data: [DONE]\n\n"
 
     def feedback(self, body):
-        """POST /v1/feedback {turn | session_id, score?, text?, hint?}: a label without a generation."""
+        """POST /v1/feedback {turn | session_id, score?, text?, hint?}: a label, no generation."""
         turn_id = body.get("turn") or self.sessions.latest.get(str(body.get("session_id")))
         given = {k: body[k] for k in ("score", "text", "hint") if body.get(k) is not None}
         if not isinstance(turn_id, str):
-            raise BadRequest("'turn' (the completion's id) or a 'session_id' that has a turn is needed")
+            raise BadRequest("'turn' (the completion's id) or a 'session_id' that has a turn is "
+                             "needed")
         if given.get("score", 0) not in (-1, 0, 1) or not given or not all(
                 isinstance(given.get(k, ""), str) for k in ("text", "hint")):
             raise BadRequest("give 'score' (-1, 0 or 1), 'text' or 'hint' (strings)")
@@ -925,7 +933,8 @@ class Server:
         if turn:
             turn.feedback = given
             self.log.write(turn, "feedback", feedback=given)
-            said = given.get("text") or given.get("hint") or {1: "👍", 0: "", -1: "👎"}[given["score"]]
+            said = (given.get("text") or given.get("hint")
+                    or {1: "👍", 0: "", -1: "👎"}[given["score"]])
             self.deliver(turn, [{"role": "user", "content": said}])
         elif not self.hooks.feedback(turn_id, given):
             return failure(409, f"turn {turn_id} is unknown, trained or dropped already")

@@ -1,17 +1,17 @@
 """Weight sync: two halves joined by HTTP only.
 
 `Child` and `engine_command` are main's half: processes in groups of their own that end when main
-ends, however it ends. `Sync` is the trainer's half: it puts version after version of the weights into
-the running engine and proves each time that they are there.
+ends, however it ends. `Sync` is the trainer's half: it puts version after version of the weights
+into the running engine and proves each time that they are there.
 
 Run it alone: `python sync.py guard FD COMMAND...` is how every child is started.
 
 How it differs from the original:
- 1. LoRA: each version is a new adapter beside the old ones; nothing pauses, open streams keep theirs.
+ 1. LoRA: each version is a new adapter beside the old ones; nothing pauses, streams keep theirs.
  2. Full weights: the engine pauses in place (requests are held, not refused), reads the new tensors
     from shared memory and goes on.
- 3. A 200 is no proof. Names are matched and counted, the engine must list the version, and four fixed
-    texts (the canary) must get the log-probs that the trainer computes for them.
+ 3. A 200 is no proof. Names are matched and counted, the engine must list the version, and four
+    fixed texts (the canary) must get the log-probs that the trainer computes for them.
 """
 
 import contextlib
@@ -32,7 +32,13 @@ HERE = Path(__file__).resolve().parent
 BASE = "base"  # the engine's name for the model without an adapter
 LORA_TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 
-# ------------------------------------------------------------------------------ main's half: children
+# ---------------------------------------------------------------------------- main's half: children
+
+
+def parse_cores(text):
+    """'0-2,5' -> {0, 1, 2, 5}"""
+    spans = [part.split("-") for part in text.split(",")]
+    return {i for span in spans for i in range(int(span[0]), int(span[-1]) + 1)}
 
 
 def guard(fd, command):
@@ -63,15 +69,17 @@ def restore_signals():
 class Child:
     """A process that we started, in a process group of its own, with its output in a log file."""
 
-    def __init__(self, name, command, log, env=None, screen=False):
+    def __init__(self, name, command, log, env=None, screen=False, cores=None):
         self.name, self.log = name, Path(log)
         read, self.pipe = os.pipe()
+        wanted = cores and parse_cores(cores)
         self.read_from = self.log.stat().st_size if self.log.exists() else 0
         with open(self.log, "ab") as out:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "sync.py"), "guard", str(read), *map(str, command)],
                 stdin=subprocess.DEVNULL, stdout=None if screen else out, stderr=out,
-                env={**os.environ, **(env or {})}, pass_fds=[read], start_new_session=True, cwd=HERE)
+                env={**os.environ, **(env or {})}, pass_fds=[read], start_new_session=True,
+                cwd=HERE, preexec_fn=(lambda: os.sched_setaffinity(0, wanted)) if wanted else None)
         os.close(read)
 
     def alive(self):
@@ -86,7 +94,8 @@ class Child:
             file.seek(self.read_from)
             said = [line.rstrip()[:300] for line in file if line.strip()]
         telling = [line for line in said if "Error" in line and "Traceback" not in line]
-        return "\n".join(f"  | {line}" for line in (telling[-3:] + said[-lines:] if said else ["(nothing)"]))
+        shown = telling[-3:] + said[-lines:] if said else ["(nothing)"]
+        return "\n".join(f"  | {line}" for line in shown)
 
     def release(self):
         """Close our end of the pipe: the guard TERMs the group now and KILLs it 5 s later."""
@@ -120,8 +129,8 @@ def engine_command(cfg, model, port, lora, devices=1):
                "--max-logprobs", 64, "--scheduling-policy", "priority", "--seed", cfg.seed,
                "--max-num-seqs", cfg.max_requests, "--disable-uvicorn-access-log"]
     if lora:
-        command += ["--enable-lora", "--max-loras", cfg.lora_slots, "--max-lora-rank", cfg.lora_rank,
-                    "--max-cpu-loras", 2 * cfg.lora_slots,
+        command += ["--enable-lora", "--max-loras", cfg.lora_slots, "--max-lora-rank",
+                    cfg.lora_rank, "--max-cpu-loras", 2 * cfg.lora_slots,
                     # KEEP: without this LoRA covers the lm_head, and prompt_logprobs kills vLLM
                     "--lora-target-modules", *LORA_TARGETS]
     if cfg.device == "cpu":
@@ -139,7 +148,7 @@ def engine_env(cfg, gpus=""):
     omp = sorted(Path(sys.prefix).glob("lib/python*/site-packages/**/libiomp5.so"))
     omp += sorted(Path(sys.prefix).glob("lib/libiomp5.so"))
     return {**env, "VLLM_CPU_KVCACHE_SPACE": str(cfg.kv_cache_gb), "KMP_BLOCKTIME": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": cfg.engine_cores or "nobind",
+            "VLLM_CPU_OMP_THREADS_BIND": cfg.engine_cores,
             **({"LD_PRELOAD": str(omp[0])} if omp else {})}
 
 
@@ -152,7 +161,8 @@ def wait_ready(child, url, seconds, tick, stopping=lambda: False):
             if http.request("GET", f"{url}/health").status == 200:
                 return True
         if waited > seconds:
-            raise TimeoutError(f"the {child.name} was not ready after {seconds:.0f} s:\n{child.tail()}")
+            raise TimeoutError(f"the {child.name} was not ready after {seconds:.0f} s:\n"
+                               f"{child.tail()}")
         tick(waited, child.tail(1))
         time.sleep(0.5)
     if not stopping():
@@ -160,7 +170,7 @@ def wait_ready(child, url, seconds, tick, stopping=lambda: False):
     return False
 
 
-# -------------------------------------------------------------------------------- the trainer's half
+# ------------------------------------------------------------------------------- the trainer's half
 
 
 class SyncError(RuntimeError):
@@ -186,8 +196,8 @@ def canary_verdict(t_old, t_new, t_0, e_new, e_0, base_gap, exact):
     """Does the engine serve the new weights? All arguments are log-probs (N,) at temperature 1.
 
     t: trainer, e: engine; _old: before the step, _new: after it, _0: version 0.
-    d_new = mean|e_new - t_new|, d_old = mean|e_new - t_old|. Returns (verdict, d_new), verdict one of
-    'ok', 'unchanged' (the step changed too little to see), 'suspicious', 'wrong'.
+    d_new = mean|e_new - t_new|, d_old = mean|e_new - t_old|. Returns (verdict, d_new), verdict one
+    of 'ok', 'unchanged' (the step changed too little to see), 'suspicious', 'wrong'.
     exact: engine and trainer are both float32, where 0.001 is far above the noise.
     """
     d_new, d_old, change = mean_abs(e_new, t_new), mean_abs(e_new, t_old), mean_abs(t_new, t_old)
@@ -207,7 +217,8 @@ class Sync:
 
     def __init__(self, cfg, url, queue, score):
         self.cfg, self.url, self.queue, self.score = cfg, url, queue, score
-        self.http = urllib3.PoolManager(retries=False, timeout=urllib3.Timeout(connect=10, read=600))
+        self.http = urllib3.PoolManager(retries=False,
+                                        timeout=urllib3.Timeout(connect=10, read=600))
         self.live = {}  # adapter name -> its folder, loaded in the engine
         self.folders = []  # every version's folder, oldest first; the newest two stay on disk
         self.suspicions, self.checksums = 0, None
@@ -228,8 +239,9 @@ class Sync:
         self.base_gap = mean_abs(self.e_0, t_0)
         limit = 1e-3 if self.exact else 0.15
         if self.base_gap > limit:
-            raise SyncError(f"engine and trainer disagree on the untouched model: logp_gap "
-                            f"{self.base_gap:.4f} is above {limit}; same weights, dtype, tokenizer?")
+            raise SyncError(f"engine and trainer disagree on the untouched model: "
+                            f"logp_gap {self.base_gap:.4f} is above {limit}; same weights, dtype, "
+                            "tokenizer?")
         return self.base_gap
 
     def verify(self, name, t_new):
@@ -239,8 +251,8 @@ class Sync:
                                       self.exact)
         self.suspicions = self.suspicions + 1 if verdict == "suspicious" else 0
         if verdict == "wrong" or self.suspicions == 2:
-            raise SyncError(f"the engine does not serve what was trained: logp_gap {gap:.4f} on the "
-                            f"canary of {name} (base gap {self.base_gap:.4f})")
+            raise SyncError(f"the engine does not serve what was trained: logp_gap {gap:.4f} on "
+                            f"the canary of {name} (base gap {self.base_gap:.4f})")
         self.t_old = t_new
         return verdict, gap
 
@@ -322,10 +334,11 @@ class Sync:
 
 
 def weights_folder(run_dir, version, size):
-    """A new folder in shared memory if `size` bytes fit there with room to spare, else in the run."""
+    """A new folder in shared memory if `size` bytes easily fit there, else in the run."""
     shm = Path("/dev/shm")
     fits = shm.is_dir() and shutil.disk_usage(shm).free > 1.2 * size + (64 << 20)
-    folder = (shm / f"nano-openclaw-{os.getpid()}" if fits else Path(run_dir) / "weights") / f"v{version}"
+    parent = shm / f"nano-openclaw-{os.getpid()}" if fits else Path(run_dir) / "weights"
+    folder = parent / f"v{version}"
     folder.mkdir(parents=True, mode=0o700)
     return folder
 

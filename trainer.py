@@ -1,28 +1,27 @@
-"""Policy training: lease a batch of judged turns, take one optimiser step, put the weights into service.
+"""Policy training: lease a batch of judged turns, take one optimiser step, serve the new weights.
 
-Place in the system: judge.py's `SampleQueue` (in main) -> this script, an ordinary accelerate program
+Place in the system: judge.py's `SampleQueue` (in main) -> this script, an accelerate program
 of 1..N ranks -> sync.py -> vLLM. Only rank 0 talks to main; the other ranks follow its broadcasts.
 
-Run it alone: `python trainer.py RUN_DIR` with OPENCLAW_QUEUE and OPENCLAW_KEY set, as main does; every
-function below works on plain tensors, so a debugger or a test needs no engine.
+Run it alone: `python trainer.py RUN_DIR` with OPENCLAW_QUEUE and OPENCLAW_KEY set, as main does;
+every function below works on plain tensors, so a debugger or a test needs no engine.
 
 How it differs from the paper and the original:
  1. Tokens and log-probs of the behaviour policy are the engine's own, never recomputed or padded.
- 2. The distillation advantage compares the teacher with the policy being moved (prox_logp), not with
-    the policy that sampled.
+ 2. The distillation advantage compares the teacher with the policy being moved (prox_logp), not
+    with the policy that sampled.
  3. No normalisation: live traffic has groups of one.
- 4. Means are taken with the global count of the step, so the gradient does not depend on how the batch
-    was cut into micro-batches or ranks.
- 5. The excerpt of the clipped loss in circulation has the wrong sign on its first term; `ppo` has not.
+ 4. Means are taken with the global count of the step, so the gradient does not depend on how the
+    batch was cut into micro-batches or ranks.
+ 5. The circulating excerpt of the clipped loss has the wrong sign on its first term; `ppo` has not.
 
-Letters: pi_b sampled the turn (rollout_logp), pi_p is the policy at the start of the step (prox_logp),
+Letters: pi_b sampled the turn (rollout_logp), pi_p is the policy at the step's start (prox_logp),
 pi the current one (logp), T the teacher (teacher_logp), r the score. N counts response tokens.
 """
 
 import contextlib
 import importlib.util
 import json
-import math
 import os
 import sys
 import time
@@ -44,8 +43,8 @@ from sync import BASE, LORA_TARGETS, Sync, SyncError, check_names
 
 @dataclass
 class Batch:
-    """A micro-batch. Sequences are padded on the right only to run through the model (causal attention
-    never looks there); everything about response tokens is flat, so there is nothing to mask."""
+    """A micro-batch. Sequences are padded on the right only to run through the model (causal
+    attention never looks there); everything about response tokens is flat: nothing to mask."""
 
     ids: torch.Tensor  # (B, T) prompt + response, right-padded
     rows: torch.Tensor  # (N,) which sequence a response token belongs to
@@ -95,8 +94,8 @@ def cut(lengths, budget):
 class Policy(torch.nn.Module):
     """A causal language model whose forward gives the log-probs of chosen tokens, and nothing else.
 
-    logp_t = log softmax(logits_t / temperature)[target_t]. The vocabulary is only ever multiplied with
-    `chunk` response tokens at a time.
+    logp_t = log softmax(logits_t / temperature)[target_t]. The vocabulary is only ever multiplied
+    with `chunk` response tokens at a time.
     """
 
     def __init__(self, lm, temperature, chunk=2048):
@@ -109,7 +108,8 @@ class Policy(torch.nn.Module):
     def forward(self, batch, temperature=None):
         """Batch -> logp (N,) in float32."""
         causal, temperature = self.causal(), temperature or self.temperature
-        hidden = causal.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state  # (B, T, H)
+        hidden = causal.base_model(input_ids=batch.ids,
+                                   use_cache=False).last_hidden_state  # (B, T, H)
         hidden, head = hidden[batch.rows, batch.cols], causal.get_output_embeddings()  # (N, H)
         pieces = zip(hidden.split(self.chunk), batch.targets.split(self.chunk), strict=True)
         if len(hidden) <= self.chunk:
@@ -129,7 +129,7 @@ def token_logp(head, hidden, targets, temperature):
 def advantages(r, distil, teacher_logp, prox_logp, cfg):
     """A_t = w_rl * r + w_opd * clamp(logp_T,t - prox_logp_t, -5, 5), each part where there is one.
 
-    r (N,), 0 where a turn has no reward part; distil (N,) bool; teacher_logp, prox_logp (N,) -> (N,)
+    r (N,), 0 where there is no reward part; distil (N,) bool; teacher_logp, prox_logp (N,) -> (N,)
     OPD is on-policy distillation: in expectation over pi_p this is the gradient of KL(pi_p || T).
     """
     hint = (teacher_logp - prox_logp).clamp(-cfg.opd_clip, cfg.opd_clip)  # (N,)
@@ -142,7 +142,7 @@ def ratio(new, old):
 
 
 def clipped(rho, advantage, cfg):
-    """PPO's surrogate with an asymmetric clip (Schulman 2017; clip-higher: DAPO 2025) and a dual clip
+    """PPO's surrogate with asymmetric clip (Schulman 2017; clip-higher: DAPO 2025) and a dual clip
     for A < 0 (Ye 2020):  max(-rho A, -clip(rho, 1 - low, 1 + high) A), for A < 0 at most -10 A.
 
     rho, advantage (N,) -> loss (N,), clipped (N,) bool where the clip took the gradient away
@@ -155,7 +155,7 @@ def clipped(rho, advantage, cfg):
 
 
 def ppo(logp, prox_logp, rollout_logp, advantage, cfg):
-    """old = pi_b: the ratio repairs both staleness and the difference between engine and trainer."""
+    """old = pi_b: the ratio repairs staleness and the difference between engine and trainer."""
     return clipped(ratio(logp, rollout_logp), advantage, cfg)
 
 
@@ -163,7 +163,7 @@ LOSSES = {"ppo": ppo}  # ABLATE: --extra may add rows; same arguments, same resu
 
 
 def token_weights(counts, agg):
-    """Weight of each sample's tokens (S,): mean over a sample's tokens, then over samples ('sample'),
+    """Weight of each sample's tokens (S,): mean over its tokens, then over samples ('sample'),
     or mean over all tokens ('token'). counts (S,) response tokens, all ranks and micro-batches."""
     if agg == "token":
         return [1 / sum(counts)] * len(counts)
@@ -182,7 +182,8 @@ def load_lm(cfg, device):
 
     engine_dtype = getattr(torch, cfg.engine_dtype)
     if not cfg.lora_rank:
-        teacher = base(engine_dtype).eval().requires_grad_(False) if cfg.teacher == "trainer" else None
+        teacher = (base(engine_dtype).eval().requires_grad_(False)
+                   if cfg.teacher == "trainer" else None)
         return base(torch.float32), teacher
     from peft import LoraConfig, get_peft_model
 
@@ -193,8 +194,8 @@ def load_lm(cfg, device):
 
 
 def make_accelerator(cfg):
-    """bf16 engine -> bf16 autocast over float32 trainable weights; float32 engine -> float32. (A float32
-    trainer beside a bf16 engine believes in an adapter that users do not get.)"""
+    """bf16 engine -> bf16 autocast over float32 trainable weights; float32 engine -> float32. (A
+    float32 trainer beside a bf16 engine believes in an adapter that users do not get.)"""
     precision = "bf16" if cfg.engine_dtype == "bfloat16" else "no"
     plugin = None
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and cfg.device != "cpu":
@@ -206,21 +207,12 @@ def make_accelerator(cfg):
                        log_with=cfg.tracker or None, project_dir=cfg.run_dir)
 
 
-def cores(text):
-    """'0-2,5' -> {0, 1, 2, 5}"""
-    spans = [part.split("-") for part in text.split(",")]
-    return {i for span in spans for i in range(int(span[0]), int(span[-1]) + 1)}
-
-
 class Trainer:
     """Model, optimiser and what a step needs to know. One per rank."""
 
     def __init__(self, cfg):
         self.cfg, self.acc = cfg, make_accelerator(cfg)
         torch.manual_seed(cfg.seed)
-        if cfg.trainer_cores:
-            os.sched_setaffinity(0, cores(cfg.trainer_cores))
-            torch.set_num_threads(len(cores(cfg.trainer_cores)))
         self.device = self.acc.device
         lm, teacher = load_lm(cfg, self.device)
         if cfg.gradient_checkpointing:
@@ -240,14 +232,16 @@ class Trainer:
     # ---- forward passes
 
     def logp(self, prompts, responses, model=None, temperature=None):
-        """Log-probs without gradient, in micro-batches -> list of (R,) tensors, in the given order."""
+        """Log-probs without gradient, in micro-batches -> list of (R,) tensors, in order."""
         lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
         out = [None] * len(lengths)
         with torch.no_grad(), self.acc.autocast():
             for part in cut(lengths, self.cfg.token_budget):
-                batch = collate([prompts[i] for i in part], [responses[i] for i in part], self.device)
+                batch = collate([prompts[i] for i in part], [responses[i] for i in part],
+                                self.device)
                 flat = (model or self.model)(batch, temperature).cpu()  # (N,)
-                for i, piece in zip(part, flat.split([len(responses[i]) for i in part]), strict=True):
+                pieces = flat.split([len(responses[i]) for i in part])
+                for i, piece in zip(part, pieces, strict=True):
                     out[i] = piece
         return out
 
@@ -268,7 +262,8 @@ class Trainer:
         cfg, world = self.cfg, self.acc.num_processes
         attach_teacher(self, turns)
         weights = token_weights([len(t["response_ids"]) for t in turns], cfg.loss_agg)
-        parts = cut([len(t["prompt_ids"]) + len(t["response_ids"]) for t in turns], cfg.token_budget)
+        parts = cut([len(t["prompt_ids"]) + len(t["response_ids"]) for t in turns],
+                    cfg.token_budget)
         parts += [parts[0]] * (-len(parts) % world)  # same count on all ranks ...
         real = len(parts) - (-len(cut_count(turns, cfg)) % world)
         stats, mine = Stats(), range(self.acc.process_index, len(parts), world)
@@ -290,7 +285,8 @@ class Trainer:
         logp = self.model(batch)  # (N,)
         prox_logp = logp.detach()  # (N,) one update per batch: pi_p is pi itself
         rollout_logp = self.flat(chosen, lambda t: t["rollout_logp"])  # (N,)
-        teacher_logp = self.flat(chosen, lambda t: t["teacher_logp"] or [0.0] * len(t["response_ids"]))
+        teacher_logp = self.flat(
+            chosen, lambda t: t["teacher_logp"] or [0.0] * len(t["response_ids"]))  # (N,)
         r = self.spread(chosen, lambda t: t["r"] or 0.0)  # (N,)
         distil = self.spread(chosen, lambda t: float(t["distil"])) > 0  # (N,)
         advantage = advantages(r, distil, teacher_logp, prox_logp, cfg)  # (N,)
@@ -298,9 +294,9 @@ class Trainer:
         weight = self.flat(chosen, lambda t: [weights[turns.index(t)]] * len(t["response_ids"]))
         total = (loss * weight).sum() * (0.0 if dummy else 1.0)
         if not dummy:
-            slope = torch.autograd.grad(total, logp, retain_graph=True)[0]  # (N,) what each token pulls
-            stats.add(batch, chosen, total, slope, logp.detach(), rollout_logp, was_clipped, advantage,
-                      self.step)
+            slope = torch.autograd.grad(total, logp, retain_graph=True)[0]  # (N,) each token's pull
+            stats.add(batch, chosen, total.detach(), slope, logp.detach(), rollout_logp,
+                      was_clipped, advantage, self.step)
         # DDP and FSDP average over ranks; the weights above are those of the whole step.
         self.acc.backward(total * self.acc.num_processes)
 
@@ -329,7 +325,8 @@ class Trainer:
     def save_full(self, folder):
         """All weights in the engine's dtype -> folder/model.safetensors -> bytes written."""
         dtype, lm = getattr(torch, self.cfg.engine_dtype), self.policy.lm
-        tied = set(getattr(lm, "_tied_weights_keys", None) or ()) if lm.config.tie_word_embeddings else ()
+        tied = (set(getattr(lm, "_tied_weights_keys", None) or ())
+                if lm.config.tie_word_embeddings else ())
         state = {k.removeprefix("lm."): v.to(dtype).contiguous().cpu()
                  for k, v in self.acc.get_state_dict(self.model).items()}
         state = {k: v for k, v in state.items() if k not in tied}
@@ -360,7 +357,8 @@ def attach_teacher(trainer, turns):
 class Stats:
     """Sums over response tokens of one step; every metric is a sum over a count."""
 
-    KEYS = "tokens turns loss ratio clipped kl advantage live_turns gap gap_tokens gap_turns".split()
+    KEYS = ("tokens turns loss ratio clipped kl advantage live_turns gap gap_tokens "
+            "gap_turns").split()
 
     def __init__(self):
         self.sums = dict.fromkeys(self.KEYS, 0.0)
@@ -370,9 +368,10 @@ class Stats:
         fresh = [t["version_start"] == t["version_end"] == version for t in turns]
         is_fresh = torch.tensor(fresh, device=x.device)[batch.rows]  # (N,)
         live = torch.zeros(len(turns), device=x.device).index_add_(0, batch.rows, slope.abs()) > 0
-        sums = {"tokens": len(x), "turns": len(turns), "loss": total, "ratio": x.clamp(max=80).exp().sum(),
-                "clipped": was_clipped.sum(), "kl": (x.clamp(max=80).exp() - 1 - x).sum(),
-                "advantage": advantage.sum(), "live_turns": live.sum(), "gap": x.abs()[is_fresh].sum(),
+        sums = {"tokens": len(x), "turns": len(turns), "loss": total,
+                "ratio": x.clamp(max=80).exp().sum(), "clipped": was_clipped.sum(),
+                "kl": (x.clamp(max=80).exp() - 1 - x).sum(), "advantage": advantage.sum(),
+                "live_turns": live.sum(), "gap": x.abs()[is_fresh].sum(),
                 "gap_tokens": is_fresh.sum(), "gap_turns": sum(fresh)}
         for key, value in sums.items():
             self.sums[key] += float(value)
@@ -386,7 +385,8 @@ class Stats:
         return {"loss": s["loss"], "ratio_mean": s["ratio"] / s["tokens"],
                 "clip_frac": s["clipped"] / s["tokens"], "kl": s["kl"] / s["tokens"],
                 "advantage_mean": s["advantage"] / s["tokens"], "tokens": int(s["tokens"]),
-                "nonzero_grad_frac": s["live_turns"] / s["turns"], "logp_gap_n": int(s["gap_turns"]),
+                "nonzero_grad_frac": s["live_turns"] / s["turns"],
+                "logp_gap_n": int(s["gap_turns"]),
                 "logp_gap_turns": s["gap"] / s["gap_tokens"] if s["gap_tokens"] else None}
 
 
@@ -394,13 +394,17 @@ class Stats:
 
 CANARY = [  # four fixed exchanges, about 256 tokens with their prompts, scored after every sync
     ("Why does the moon change its shape?",
-     "The moon does not really change. We see more or less of its sunlit half while it goes around us."),
+     "The moon does not really change. We see more or less of its sunlit half while it goes "
+     "around us."),
     ("How do I keep cut flowers fresh?",
-     "Trim the stems, change the water every other day and keep the vase away from the sun and fruit."),
+     "Trim the stems, change the water every other day and keep the vase away from the sun "
+     "and fruit."),
     ("What is a library card good for?",
-     "With a library card you can borrow books and films, use the computers and ask for quiet rooms."),
+     "With a library card you can borrow books and films, use the computers and ask for "
+     "quiet rooms."),
     ("Tell me something about salt.",
-     "Salt is made of sodium and chlorine. People once paid with it, and food tastes flat without it."),
+     "Salt is made of sodium and chlorine. People once paid with it, and food tastes flat "
+     "without it."),
 ]
 
 
@@ -418,18 +422,20 @@ class Service:
     def __init__(self, cfg, trainer, queue, tokenizer):
         self.cfg, self.trainer, self.queue, self.tokenizer = cfg, trainer, queue, tokenizer
         self.prompts, self.replies = canary_ids(tokenizer)
-        self.http = urllib3.PoolManager(retries=False, timeout=urllib3.Timeout(connect=10, read=300))
+        self.http = urllib3.PoolManager(retries=False,
+                                        timeout=urllib3.Timeout(connect=10, read=300))
         self.sync = Sync(cfg, cfg.engine_url, queue, self.engine_canary)
         self.sync.weight_bytes = sum(p.numel() for p in trainer.policy.parameters()) * 4
         self.pending_since, self.synced_at = None, time.monotonic()
 
     def engine_canary(self, name):
         pairs = zip(self.prompts, self.replies, strict=True)
-        return [x for p, r in pairs for x in engine_logp(self.http, self.cfg.engine_url, name, p, r)]
+        return [x for p, r in pairs
+                for x in engine_logp(self.http, self.cfg.engine_url, name, p, r)]
 
 
 def trainer_canary(trainer, prompts, replies):
-    """Log-probs (about 90 tokens) of the canary replies under the trainer's weights, temperature 1."""
+    """Log-probs (about 90 tokens) of the canary replies under the trainer, at temperature 1."""
     return torch.cat(trainer.logp(prompts, replies, temperature=1.0)).tolist()
 
 
@@ -460,7 +466,8 @@ def run(cfg):
     trainer = Trainer(cfg)
     acc, boss = trainer.acc, trainer.acc.is_main_process
     group = torch.distributed.new_group(backend="gloo") if acc.num_processes > 1 else None
-    service = Service(cfg, trainer, connect(), AutoTokenizer.from_pretrained(cfg.model)) if boss else None
+    service = (Service(cfg, trainer, connect(), AutoTokenizer.from_pretrained(cfg.model)) if boss
+               else None)
     prompts, replies = canary_ids(AutoTokenizer.from_pretrained(cfg.model))
     t_0 = trainer_canary(trainer, prompts, replies)
     if boss:
@@ -510,11 +517,13 @@ def sync_now(cfg, trainer, service, prompts, replies, group):
             trainer.save_adapter(folder)
             done = service.sync.push_lora(version, folder, t_new)
     else:
-        done = service.sync.push_full(version, trainer.save_full, cfg.run_dir, t_new) if boss else {}
+        done = (service.sync.push_full(version, trainer.save_full, cfg.run_dir, t_new) if boss
+                else {})
     acc.wait_for_everyone()
     if boss:
         since, service.pending_since = service.pending_since, None
-        done |= {"sync_wait_s": start - since if since else 0.0, "check_s": time.monotonic() - start}
+        done |= {"sync_wait_s": start - since if since else 0.0,
+                 "check_s": time.monotonic() - start}
     return done or {"ok": True}
 
 
@@ -522,7 +531,7 @@ def sync_now(cfg, trainer, service, prompts, replies, group):
 
 
 def report(cfg, service, trainer, lease, metrics, synced):
-    """One line and one decoded turn on screen, the same numbers in metrics.jsonl and the trackers."""
+    """One line and one decoded turn on screen, the same in metrics.jsonl and the trackers."""
     turns, window, status = lease["turns"], lease["window"], service.queue.status()
     ages = [trainer.step - 1 - t["version_start"] for t in turns]
     row = {"step": trainer.step, "version": status["version"], **window, **metrics,
@@ -548,8 +557,9 @@ def step_line(row):
 
     votes = row["votes"]
     dropped = " ".join(f"{k}:{n}" for k, n in row["dropped"].items()) or "none"
-    return (f"step {row['step']:>3} v{row['version']} | reward {num('reward_mean')} of {row['judged']} "
-            f"(+{votes['plus']} 0:{votes['zero']} -{votes['minus']} ?{votes['invalid']}) "
+    return (f"step {row['step']:>3} v{row['version']} | reward {num('reward_mean')} of "
+            f"{row['judged']} (+{votes['plus']} 0:{votes['zero']} -{votes['minus']} "
+            f"?{votes['invalid']}) "
             f"tokens {num('reply_tokens', 0)} hint {num('hint_rate')} cut {num('cut_frac')} | "
             f"loss {num('loss', 3)} gap {num('logp_gap', 4)} turns' {num('logp_gap_turns', 4)} "
             f"ratio {num('ratio_mean')} clip {num('clip_frac')} |g| {num('grad_norm')} | "

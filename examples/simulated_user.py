@@ -418,7 +418,8 @@ def wait_for_main(shared, limit=600):
 def run(shared):
     with timed(shared, "before"):
         measure_policy(shared, "before")
-        hinted = measure(shared, "hinted", 1, shared.persona.hint)  # version 0 is the base model
+        samples = min(1, shared.args.held_out_samples)
+        hinted = measure(shared, "hinted", samples, shared.persona.hint)  # version 0 is the base
         shared.report["held_out"]["nll_hinted_base"] = mean_nll(shared, "hinted", hinted)
     write_report(shared)
     with timed(shared, "talk"):

@@ -1,0 +1,348 @@
+"""The real thing: vLLM on CPU, the 135M model, main.py as a user starts it. Slow, not replaceable:
+everything that crosses a wire is tested here once."""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import openai
+import psutil
+import pytest
+import torch
+import urllib3
+
+import main
+import proxy
+import trainer as trainer_module
+from judge import SampleQueue
+from sync import BASE, Child, SyncError, engine_command, engine_env, free_port, wait_ready
+
+ROOT = Path(main.__file__).parent
+pytestmark = pytest.mark.real
+
+
+def start_main(tmp_path, *flags):
+    """`python main.py ...` with its screen in a file."""
+    port = free_port()
+    out = open(tmp_path / "screen", "w")
+    process = subprocess.Popen(
+        [sys.executable, "main.py", "--port", str(port), "--run-dir", str(tmp_path / "run"),
+         *flags],
+        cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    return process, port
+
+
+def wait_for(condition, seconds, what):
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, f"{what} did not happen within {seconds} s"
+        time.sleep(0.1)
+
+
+def family(process):
+    """main and everything it started."""
+    me = psutil.Process(process.pid)
+    return [me, *me.children(recursive=True)]
+
+
+def all_gone(processes):
+    return not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def screen(tmp_path):
+    return (tmp_path / "screen").read_text()
+
+
+# ------------------------------------------------------------------- two updates, end to end
+
+
+@pytest.mark.parametrize("rank", [16, 0], ids=["lora", "full"])
+def test_two_updates_end_to_end(tmp_path, rank):
+    """Users, judge, trainer and sync in float32: two updates reach the engine, exactly.
+
+    Protects: every turn has one fate; no request fails; the engine serves what was trained (canary
+    within 0.001) and the trainer computes what the engine sampled (turns' gap within 0.001).
+    """
+    process, _ = start_main(
+        tmp_path, "--mode", "combine", "--simulate", "concise", "--steps", "2", "--max-turns", "60",
+        "--batch-size", "8", "--engine-dtype", "float32", "--max-staleness", "0", "--held-out", "0",
+        "--max-tokens", "24", "--lora-rank", str(rank), "--max-wait", "60")
+    assert process.wait(timeout=420) == 0, screen(tmp_path)
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    rows = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
+    turns = proxy.load_turns(run / "turns.jsonl")
+    assert summary["steps"] == 2 and [r["version"] for r in rows] == [1, 2], screen(tmp_path)
+    assert all(r["logp_gap"] <= 1e-3 for r in rows)
+    assert all(r["logp_gap_turns"] <= 1e-3 and r["logp_gap_n"] >= 8 for r in rows)
+    assert summary["requests"]["failed"] == summary["requests"]["rejected"] == 0
+    assert all(t.fate for t in turns.values())
+    assert summary["trained"] + sum(summary["dropped"].values()) == summary["turns"] == len(turns)
+    trained = [t for t in turns.values() if t.fate == "trained"]
+    assert len(trained) == summary["trained"] == 16
+    for t in trained:
+        assert len(t.response_ids) == len(t.rollout_logp) == t.completion_tokens > 0
+        assert t.next_state and (t.r or t.distil)
+    assert (run / "turns.jsonl").stat().st_mode & 0o777 == 0o600
+    assert (run / "curve.png").stat().st_size > 10_000
+    assert not list(Path("/dev/shm").glob("nano-openclaw-*"))
+
+
+# ------------------------------------------------------------ clients, Ctrl-C, kill -9, refusals
+
+
+def test_clients_and_ctrl_c(tmp_path):
+    """An ordinary openai client and curl, without any special header, streaming and not: two-turn
+    conversations give turns that are trained or dropped with a reason. Ctrl-C while training."""
+    process, port = start_main(tmp_path, "--mode", "rl", "--batch-size", "4", "--max-tokens", "16")
+    try:
+        wait_for(lambda: "ready:" in screen(tmp_path) or process.poll() is not None, 240, "ready")
+        started = family(process)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none",
+                               max_retries=0)
+        for i in range(4):
+            messages = [{"role": "user", "content": f"Tell me fact number {i} about rain."}]
+            if i % 2:
+                with client.chat.completions.stream(model="policy", messages=messages) as stream:
+                    reply = stream.get_final_completion().choices[0].message.content
+            else:
+                done = client.chat.completions.create(model="policy", messages=messages)
+                reply = done.choices[0].message.content
+                assert done.usage.completion_tokens > 0
+            messages += [{"role": "assistant", "content": reply},
+                         {"role": "user", "content": "Thanks, great!"}]
+            curl = ["curl", "-sS", f"http://127.0.0.1:{port}/v1/chat/completions", "-H",
+                    "Content-Type: application/json", "-d", json.dumps({
+                        "messages": messages, "max_tokens": 2, "stream": bool(i % 2)})]
+            assert "choices" in subprocess.run(curl, capture_output=True, text=True).stdout
+        wait_for(lambda: "step   1 v1" in screen(tmp_path), 120, "a step")
+    finally:
+        process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=15) == 0
+    wait_for(lambda: all_gone(started), 1, "an empty process list")
+    fates = [t.fate for t in proxy.load_turns(tmp_path / "run" / "turns.jsonl").values()]
+    assert fates.count("trained") == 4 and set(fates) == {"trained", "run_ended"}
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind(("127.0.0.1", port))
+
+
+def test_ctrl_c_while_starting(tmp_path):
+    process, _ = start_main(tmp_path)
+    wait_for(lambda: "waiting for the policy engine (10" in screen(tmp_path), 60,
+             "a starting engine")
+    started = family(process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) != 0
+    wait_for(lambda: all_gone(started), 1, "an empty process list")
+
+
+def test_kill_9_of_main(tmp_path):
+    """No engine survives its parent (H1)."""
+    process, _ = start_main(tmp_path)
+    wait_for(lambda: "waiting for the policy engine (10" in screen(tmp_path), 60,
+             "a starting engine")
+    started = family(process)
+    assert len(started) > 2
+    process.kill()
+    process.wait()
+    wait_for(lambda: all_gone(started), 10, "an empty process list")
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--model", "/no/such/folder"], "no config.json there"),
+    (["--batch-sise", "3"], "--batch-sise"),
+    (["--mode", "sft"], "invalid choice"),
+    (["--host", "0.0.0.0"], "set a key"),
+    (["--temperature", "0.6", "--teacher", "engine"], "--temperature 1"),
+    (["--max-model-len", "100000"], "window of 8192"),
+    (["--max-tokens", "5000"], "--max-tokens 5000 must be below"),
+    (["--lora-rank", "7"], "--lora-rank 7"),
+    (["--schedule", "windowed", "--window", "3"], "--window 3 must be at least"),
+])
+def test_mistakes_end_with_one_sentence(tmp_path, flags, words):
+    process, _ = start_main(tmp_path, *flags)
+    assert process.wait(timeout=30) == 1
+    assert words in screen(tmp_path) and "Traceback" not in screen(tmp_path)
+    assert screen(tmp_path).count("\n") <= 2
+
+
+def test_dead_engine_is_reported_with_its_last_words(tmp_path):
+    """An engine that dies while starting ends the run within seconds of its death."""
+    bad = tmp_path / "model"
+    bad.mkdir()
+    (bad / "config.json").write_text('{"model_type": "llama", "architectures": ["NoSuchModel"]}')
+    process, _ = start_main(tmp_path, "--model", str(bad))
+    assert process.wait(timeout=120) == 1
+    assert "the policy engine ended while it was starting" in screen(tmp_path)
+
+
+# ---------------------------------------------------------------- the engine itself, and the sync
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """A float32 vLLM with two LoRA slots, and a float32 trainer beside it."""
+    folder = tmp_path_factory.mktemp("engine")
+    cfg = main.parse(["--engine-dtype", "float32", "--lora-slots", "2", "--max-model-len", "1024",
+                      "--run-dir", str(folder), "--max-requests", "16", "--lr", "1e-3"])
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    child = Child("policy engine", engine_command(cfg, cfg.model, port, True), folder / "log",
+                  env=engine_env(cfg), cores=cfg.engine_cores)
+    wait_ready(child, url, 240, lambda *_: None)
+    cfg.engine_url = url
+    yield SimpleNamespace(cfg=cfg, url=url, child=child, trainer=trainer_module.Trainer(cfg))
+    child.stop()
+
+
+class Line:
+    """Main's side of the queue, as far as a sync needs it."""
+
+    def __init__(self):
+        self.policy = proxy.Policy(BASE)
+        self.publish = lambda *a: SampleQueue.publish(self, *a)
+
+    def status(self):
+        return {"version": self.policy.version, "name": self.policy.name,
+                "open": dict(self.policy.open)}
+
+
+def a_sync(engine):
+    line = Line()
+    service = trainer_module.Service(engine.cfg, engine.trainer, line, tokenizer(engine.cfg))
+    t_0 = trainer_module.trainer_canary(engine.trainer, service.prompts, service.replies)
+    service.sync.start(t_0)
+    return line, service
+
+
+def tokenizer(cfg):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(cfg.model)
+
+
+def nudge(engine, size=0.02):
+    """Move the adapter as a step would."""
+    with torch.no_grad():
+        for name, p in engine.trainer.policy.named_parameters():
+            if "lora_B" in name:
+                p.add_(size * torch.randn_like(p) * 0.1)
+    engine.trainer.step += 1
+
+
+def canary(engine, service):
+    return trainer_module.trainer_canary(engine.trainer, service.prompts, service.replies)
+
+
+def push(engine, service, folder):
+    nudge(engine)
+    version = engine.trainer.step
+    engine.trainer.save_adapter(folder / f"v{version}")
+    return service.sync.push_lora(version, folder / f"v{version}", canary(engine, service))
+
+
+def test_slots_with_an_open_stream(engine, tmp_path):
+    """F0, F1, F2: a stream held open over slots + 1 syncs ends well, the engine lives, every
+    version is exact (0.001) and nothing in use is unloaded."""
+    line, service = a_sync(engine)
+    assert push(engine, service, tmp_path)["logp_gap"] <= 1e-3
+    name, _ = line.policy.enter()
+    body = {"model": name, "max_tokens": 300, "min_tokens": 300, "stream": True, "temperature": 1,
+            "messages": [{"role": "user", "content": "Tell me a very long story."}]}
+    chunks, finished = [], threading.Event()
+
+    def read():
+        reply = urllib3.PoolManager().request("POST", f"{engine.url}/v1/chat/completions",
+                                              json=body, preload_content=False)
+        chunks.extend(line for line in reply if line.startswith(b"data: "))
+        line_leave()
+        finished.set()
+
+    line_leave = lambda: line.policy.leave(name)  # noqa: E731
+    threading.Thread(target=read, daemon=True).start()
+    pushed = 1
+    while not finished.is_set():
+        if service.sync.has_slot():
+            assert push(engine, service, tmp_path)["logp_gap"] <= 1e-3
+            pushed += 1
+        assert finished.is_set() or name in service.sync.live
+        time.sleep(0.2)
+    assert b"[DONE]" in chunks[-1] and b'"finish_reason":"length"' in chunks[-3] + chunks[-2]
+    wait_for(service.sync.has_slot, 5, "a free slot")
+    while pushed < 4:  # the stream's own version is retired now; the engine must live on
+        wait_for(service.sync.has_slot, 5, "a free slot")
+        assert push(engine, service, tmp_path)["logp_gap"] <= 1e-3
+        pushed += 1
+    assert engine.child.alive()
+
+
+def test_stale_and_scaled_versions_are_refused(engine, tmp_path):
+    """F6: the previous version, or a wrongly scaled adapter, under the new name does not pass."""
+    _, service = a_sync(engine)
+    old = tmp_path / "old"
+    engine.trainer.save_adapter(old)
+    nudge(engine)
+    with pytest.raises(SyncError, match="does not serve what was trained"):
+        service.sync.push_lora(901, old, canary(engine, service))
+    scaled = tmp_path / "scaled"
+    engine.trainer.save_adapter(scaled)
+    config = json.loads((scaled / "adapter_config.json").read_text())
+    config["lora_alpha"] *= 2
+    (scaled / "adapter_config.json").write_text(json.dumps(config))
+    wait_for(service.sync.has_slot, 5, "a free slot")
+    with pytest.raises(SyncError, match="does not serve what was trained"):
+        service.sync.push_lora(902, scaled, canary(engine, service))
+    for name in ("v901", "v902"):
+        with contextlib.suppress(SyncError):
+            service.sync.call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+
+def test_fake_engine_has_the_shapes_of_the_real_one(engine):
+    """The fake is only worth something while the real engine answers in its shapes."""
+    from fake_engine import FakeEngine
+
+    body = {"model": BASE, "messages": [{"role": "user", "content": "Say yes."}], "max_tokens": 4,
+            "temperature": 1, "stream": True, "stream_options": {"include_usage": True},
+            "logprobs": True, "return_token_ids": True, "n": 1}
+    with FakeEngine() as fake:
+        real, mine = (chat_shapes(url, body) for url in (engine.url, fake.url))
+    assert mine["first"] <= real["first"] and mine["delta"] <= real["delta"]
+    assert mine["logprob"] <= real["logprob"] and mine["usage"] <= real["usage"]
+    for shapes in (real, mine):
+        assert shapes["ids"] == shapes["logps"] == shapes["completion_tokens"]
+        assert shapes["prompt_ids"] > 0 and shapes["last"] == "[DONE]"
+
+
+def chat_shapes(url, body):
+    """What proxy.py reads of a stream, as sets of keys and counts."""
+    raw = urllib3.PoolManager().request("POST", f"{url}/v1/chat/completions", json=body).data
+    lines = [x[6:] for x in raw.decode().splitlines() if x.startswith("data: ")]
+    events = [json.loads(x) for x in lines[:-1]]
+    choices = [e["choices"][0] for e in events if e["choices"]]
+    ids = [i for c in choices for i in c.get("token_ids") or []]
+    entries = [e for c in choices for e in (c.get("logprobs") or {}).get("content") or []]
+    usage = next(e["usage"] for e in events if e.get("usage"))
+    return {"first": {k for k, v in events[0].items() if v is not None},
+            "delta": {k for c in choices for k, v in c["delta"].items() if v is not None},
+            "logprob": set(entries[0]), "usage": {k for k, v in usage.items() if v is not None},
+            "ids": len(ids), "logps": len(entries), "completion_tokens": usage["completion_tokens"],
+            "prompt_ids": len(events[0].get("prompt_token_ids") or []), "last": lines[-1]}
+
+
+def test_teacher_of_the_engine_is_the_teacher_of_the_trainer(engine):
+    """E4, B3: prompt_logprobs of the base and the adapter switched off agree to 0.001."""
+    service = a_sync(engine)[1]
+    turns = [{"hinted_prompt_ids": [p], "hints": ["h"], "hint": "h", "response_ids": r}
+             for p, r in zip(service.prompts, service.replies, strict=True)]
+    ours = torch.cat(engine.trainer.teacher_logp(turns))
+    theirs = torch.tensor(service.engine_canary(BASE))
+    assert (ours - theirs).abs().mean() < 1e-3
+
+
