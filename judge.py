@@ -31,15 +31,16 @@ from proxy import JUDGED_FIELDS, engine_logp, render, strip_wrappers, visible
 
 # ------------------------------------------------------------------------------------ parsing votes
 
-VERDICT = re.compile(r"\\boxed\s*\{\s*([^{}]*?)\s*\}")
+VERDICT = re.compile(r"\s*\{\s*([+-]?\d)\s*\}")
 HINT = re.compile(r"<hint>(.*?)</hint>", re.DOTALL | re.IGNORECASE)
 TOKENS = re.compile(r"[\u3400-\u9fff\u3040-\u30ff]|\w+|[^\w\s]")  # words, CJK characters, marks
 
 
 def parse_verdict(answer, allowed):
     """The last verdict of the visible answer, or None for an invalid vote."""
-    found = VERDICT.findall(visible(answer or ""))
-    return int(found[-1]) if found and found[-1] in allowed else None
+    _, box, rest = visible(answer or "").rpartition("\\boxed")
+    found = box and VERDICT.match(rest)
+    return int(found[1]) if found and found[1] in allowed else None
 
 
 def parse_score(answer):
@@ -116,15 +117,29 @@ def ask(http, cfg, task, turn):
                          {"role": "user", "content": quoted(turn)}]}
     body |= {"priority": 1} if cfg.judge_is_ours else {}  # users first on a shared engine
     headers = {"Authorization": f"Bearer {cfg.judge_key}"} if cfg.judge_key else {}
+    url, seconds = f"{cfg.judge_url}/chat/completions", cfg.judge_timeout / 2
     for _ in range(2):
+        end = time.monotonic() + seconds
         try:
-            response = http.request("POST", f"{cfg.judge_url}/chat/completions", json=body,
-                                    headers=headers, timeout=cfg.judge_timeout / 2)
-            if response.status == 200:
-                return json.loads(response.data)["choices"][0]["message"].get("content")
-        except (urllib3.exceptions.HTTPError, ValueError, KeyError, IndexError, TypeError):
+            with http.request("POST", url, json=body, headers=headers, timeout=seconds,
+                              preload_content=False) as response:
+                if response.status == 200:
+                    choice = json.loads(read_until(response, end))["choices"][0]
+                    cut = choice.get("finish_reason") == "length"  # no verdict was reached
+                    return None if cut else choice["message"].get("content")
+        except (urllib3.exceptions.HTTPError, ValueError, LookupError, TypeError, AttributeError):
             pass  # an invalid vote; it is counted and shown as such
     return None
+
+
+def read_until(response, end):
+    """The body. A timeout is per read and would never end a server that drips white space."""
+    pieces = []
+    while piece := response.read1(1 << 16):
+        pieces.append(piece)
+        if time.monotonic() > end:
+            raise urllib3.exceptions.TimeoutError("the judge is too slow")
+    return b"".join(pieces)
 
 
 def llm_votes(http, cfg, turn):
@@ -145,21 +160,23 @@ def vote_counts(cfg):
 # ------------------------------------------------------------------------- judging without a model
 
 HARMLESS = re.compile(r"\b(no (problem|need|worries|doubt)|not bad|can'?t go wrong|nothing wrong)\b"
-                      r"|没问题|不错|不客气", re.IGNORECASE)
+                      r"|没问题|没错|不错|不客气|特别|别的", re.IGNORECASE)
 BAD = re.compile(
-    r"👎|^\s*no\b|\b(nope|wrong|incorrect|not (correct|right|true|what|quite|it\b)|"
+    r"👎|^\s*no\b|\b(nope|wrong|incorrect|not (really |very |so )?(correct|right|true|what|quite|"
+    r"it|good|great|helpful|useful|nice|perfect|exactly)|"
     r"too (long|short|much|many|complicated|vague|formal|detailed)|"
     r"(isn|wasn|doesn|didn|don)['’]?t\b|redo|try again|once more|again,|instead|rewrite|rephrase|"
     r"shorter|longer|i (asked|meant|said)|you (forgot|missed|ignored)|"
     r"mistake|useless|confusing|please (fix|correct))\b"
-    r"|太(长|短|多|啰嗦|复杂)|不对|不是|错了?|重(来|写|新|做)|再(来|试|写)|不要|别", re.IGNORECASE)
+    r"|太(长|短|多|啰嗦|复杂)|不(对|是|好|行|要)|错|重(来|写|新|做)|再(来|试|写)|别", re.IGNORECASE)
 GOOD = re.compile(
-    r"👍|❤|\b(thanks?|thank you|thx|perfect|great|excellent|exactly|awesome|nice|lovely|well done|"
-    r"good (job|answer|one|work)|that'?s (it|right|good|correct)|works|helpful|correct|love it)\b"
-    r"|谢谢|感谢|太好了|很好|完美|正是|没问题|不错|棒|对的|好的", re.IGNORECASE)
+    r"👍|❤|\b(not bad|thanks?|thank you|thx|perfect|great|excellent|exactly|awesome|nice|lovely|"
+    r"well done|good (job|answer|one|work)|that'?s (it|right|good|correct)|works|helpful|correct|"
+    r"love it)\b"
+    r"|谢谢|感谢|太好了|很好|完美|正是|没问题|没错|不错|特别好|棒|对的|好的", re.IGNORECASE)
 TOOL_FAILED = re.compile(r"\b(error|exception|traceback|failed|failure|not found|no such file|"
                          r"denied|timed? ?out|exit (code|status):? [1-9])\b", re.IGNORECASE)
-SENTENCES = re.compile(r"(?<=[.!?。！？])\s*")
+SENTENCES = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])\s*")
 
 
 def lexicon_votes(http, cfg, turn):
@@ -210,9 +227,8 @@ def sample_parts(mode, score, hint_ok, *, hint_skip=None, cut=False, train_cut="
     """
     if cut and train_cut == "none":
         return None, False, "cut"
-    r = score if score and mode != "opd" and not (cut and train_cut == "hint") else None
-    if score == 0 and mode == "rl" and rescue:
-        r = 0
+    kept = 0 if score == 0 and mode == "rl" and rescue else score or None
+    r = None if mode == "opd" or (cut and train_cut == "hint") else kept
     distil = hint_ok and mode != "rl"
     if r is not None or distil:
         return r, distil, None
@@ -299,7 +315,7 @@ class SampleQueue:
     def __init__(self, cfg, log, policy, clock=time.monotonic):
         self.cfg, self.log, self.policy, self.clock = cfg, log, policy, clock
         self.lock = threading.RLock()
-        self.places = {}  # turn id -> {turn, ready: time or None, lease: owner or None}
+        self.places = {}  # turn id -> {turn, ready: time or None, lease: owner or None, again}
         self.updates = 0  # optimiser updates done
         self.last_sample = None  # when the last sample, or the first turn, came
         self.checked = False  # the trainer has found version 0 in the engine
@@ -326,32 +342,40 @@ class SampleQueue:
                 self.log.close(turn, "overload")
                 return False
             self.last_sample = self.last_sample or self.clock()
-            self.places[turn.id] = {"turn": turn, "ready": None, "lease": None}
+            self.places[turn.id] = {"turn": turn, "ready": None, "lease": None, "again": False}
             return True
 
     def resolve(self, turn, reason):
-        """Judged: ready to be trained (reason None) or dropped, its place closing up."""
+        """Judged: ready to be trained (reason None) or dropped, its place closing up.
+        -> True if feedback came meanwhile: the turn is to be judged once more."""
         with self.lock:
             place = self.places.get(turn.id)
             if place is None or place["lease"]:
-                return
-            self.judged.append(turn)
+                return False
+            if place["again"]:
+                place["again"] = False
+                return True
+            if all(t is not turn for t in self.judged):
+                self.judged.append(turn)
             if reason:
                 del self.places[turn.id]
                 self.log.close(turn, reason)
             else:
-                self.effective.add(turn.session)
+                if self.cfg.at_least_one:
+                    self.effective.add(turn.session)
                 place["ready"] = self.last_sample = self.clock()
+            return False
 
     def reopen(self, turn_id, feedback):
-        """Feedback for a turn in the line: judge it again -> the turn, or None if too late."""
+        """Feedback for a turn in the line -> its place, or None if it is too late. `again`: a judge
+        has it now and will get it once more; else the caller gives it to the judges."""
         with self.lock:
             place = self.places.get(turn_id)
             if place is None or place["lease"]:
                 return None
-            place["ready"] = None
             place["turn"].feedback = feedback
-            return place["turn"]
+            place["again"], place["ready"] = place["ready"] is None, None
+            return dict(place)
 
     # ---- the trainer's four calls (through the manager); none of them waits
 
@@ -469,11 +493,12 @@ class JudgeThreads:
 
     def again(self, turn_id, feedback):
         """Feedback for a turn in the line -> True if it will still count."""
-        turn = self.line.reopen(turn_id, feedback)
-        if turn:
-            self.log.write(turn, "feedback", feedback=feedback)
-            self.todo.put(turn)
-        return turn is not None
+        place = self.line.reopen(turn_id, feedback)
+        if place:
+            self.log.write(place["turn"], "feedback", feedback=feedback)
+            if not place["again"]:
+                self.todo.put(place["turn"])
+        return place is not None
 
     def work(self):
         while True:
@@ -485,4 +510,5 @@ class JudgeThreads:
                 reason = "judge_error"
                 self.say(f"judging {turn.id} failed: {type(error).__name__}: {error}")
             self.log.write(turn, "judged", **{k: getattr(turn, k) for k in JUDGED_FIELDS})
-            self.line.resolve(turn, reason)
+            if self.line.resolve(turn, reason):
+                self.todo.put(turn)

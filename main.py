@@ -126,7 +126,8 @@ class Config:
     gpus: str = knob(AUTO, "hardware", "GPUs for trainer, policy engine, judge engine, "
                      "such as 4,2,2")
     lora_slots: int = knob(4, "hardware", "adapter versions that can be in use at once")
-    gpu_share: float = knob(0.85, "hardware", "part of a GPU's memory for an engine")
+    gpu_share: float = knob(AUTO, "hardware", "part of a GPU's memory for an engine (auto: 0.4 "
+                            "where the trainer shares it, else 0.85)")
     kv_cache_gb: int = knob(1, "hardware", "CPU engine: memory for keys and values, GiB")
     engine_cores: str = knob(AUTO, "hardware", "CPU engine: cores, such as 0-3, or all (auto: the "
                              "first half; a small model gains little from more)")
@@ -195,6 +196,8 @@ def fill(cfg):
         if getattr(cfg, key) == AUTO:
             setattr(cfg, key, value)
     cfg.preset, cfg.layout = preset, layout_for(cfg.gpus, gpus)
+    if cfg.gpu_share == AUTO:
+        cfg.gpu_share = 0.4 if set(cfg.layout["trainer"]) & set(cfg.layout["policy"]) else 0.85
     if cfg.teacher == AUTO:
         own = cfg.layout["judge"] and not cfg.judge_url
         cfg.teacher = "engine" if not cfg.lora_rank and own else "trainer"
@@ -254,7 +257,7 @@ def layout_for(wish, gpus):
             sizes = tuple(int(x) for x in wish.split(","))
         except ValueError:
             sizes = ()
-        if len(sizes) != 3 or sum(sizes) > n or not sizes[1]:
+        if len(sizes) != 3 or min(sizes) < 0 or sum(sizes) > n or not sizes[1]:
             raise Problem(f"--gpus {wish}: three numbers (trainer, policy, judge) with a sum of at "
                           f"most {n}, the GPUs visible here, and at least one for the policy")
     trainer, policy, judge = sizes
@@ -272,6 +275,7 @@ def validate(cfg):
         (cfg.batch_size > 0, "--batch-size must be at least 1"),
         (cfg.max_tokens < cfg.max_model_len, f"--max-tokens {cfg.max_tokens} must be below "
          f"--max-model-len {cfg.max_model_len}"),
+        (cfg.loss == "ppo" or cfg.extra, f"--loss {cfg.loss} is not ppo, and no --extra adds it"),
         (cfg.schedule in SCHEDULES or cfg.extra, f"--schedule {cfg.schedule} is not one of "
          f"{', '.join(SCHEDULES)}"),
         (cfg.schedule != "windowed" or cfg.window >= cfg.batch_size,
@@ -313,6 +317,15 @@ def check_model(cfg):
     if window and cfg.max_model_len > window:
         raise Problem(f"--max-model-len {cfg.max_model_len} is above the model's window of "
                       f"{window}")
+
+
+def check_persona(cfg):
+    """Ask the users' script itself: personas are its table, and --extra may add to it."""
+    command = [sys.executable, "examples/simulated_user.py", "--run-dir", ".", "--check",
+               "--persona", cfg.simulate] + ["--extra", cfg.extra] * bool(cfg.extra)
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise Problem(f"--simulate {cfg.simulate}: {done.stderr.strip().splitlines()[-1]}")
 
 
 def check_port(cfg):
@@ -458,7 +471,12 @@ def start(system):
     check_model(cfg)
     check_port(cfg)
     if cfg.extra:
+        cfg.extra = str(Path(cfg.extra).resolve())
         load_extra(cfg.extra)
+    if cfg.simulate:
+        check_persona(cfg)
+    if (system.run_dir / "turns.jsonl").exists():
+        raise Problem(f"--run-dir {cfg.run_dir} holds a run already; name another one")
     (system.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     chosen = {k: getattr(cfg, k) for k in PRESETS[cfg.preset]} | {"teacher": cfg.teacher}
     say(f"run {cfg.run_dir} on {cfg.preset}: " + " ".join(f"{k}={v}" for k, v in chosen.items()))
@@ -676,8 +694,6 @@ def main(argv=None):
         start(system)
         welcome(system)
         if system.cfg.simulate:
-            for name in ("talk_done", "stop_users", "measure_after"):
-                (system.run_dir / name).unlink(missing_ok=True)
             system.users = system.child("simulated users", users_command(system), screen=True)
         supervise(system)
     except KeyboardInterrupt:

@@ -262,40 +262,42 @@ class Trainer:
         cfg, world = self.cfg, self.acc.num_processes
         attach_teacher(self, turns)
         weights = token_weights([len(t["response_ids"]) for t in turns], cfg.loss_agg)
-        parts = cut([len(t["prompt_ids"]) + len(t["response_ids"]) for t in turns],
-                    cfg.token_budget)
-        parts += [parts[0]] * (-len(parts) % world)  # same count on all ranks ...
-        real = len(parts) - (-len(cut_count(turns, cfg)) % world)
-        stats, mine = Stats(), range(self.acc.process_index, len(parts), world)
+        for turn, weight in zip(turns, weights, strict=True):
+            turn["weight"] = weight
+        lengths = [len(t["prompt_ids"]) + len(t["response_ids"]) for t in turns]
+        parts = [[turns[i] for i in part] for part in cut(lengths, cfg.token_budget)]
+        real = len(parts)
+        parts += [parts[0]] * (-real % world)  # KEEP: all ranks run the same number, or they hang
+        stats = Stats()
         self.optimiser.zero_grad()
-        for k in mine:
+        for k in range(self.acc.process_index, len(parts), world):
             last = k + world >= len(parts)
             with contextlib.nullcontext() if last else self.acc.no_sync(self.model):
-                self.micro(turns, parts[k], weights, stats, dummy=k >= real)  # ... some with loss 0
+                self.micro(parts[k], stats, dummy=k >= real)
         grad_norm = self.acc.clip_grad_norm_(self.model.parameters(), cfg.max_grad_norm)
         self.optimiser.step()
         self.step += 1
         return {**stats.gather(self.acc), "grad_norm": float(grad_norm)}
 
-    def micro(self, turns, part, weights, stats, dummy):
-        """Forward, loss and backward of one micro-batch."""
-        cfg, chosen = self.cfg, [turns[i] for i in part]
-        batch = collate([t["prompt_ids"] for t in chosen], [t["response_ids"] for t in chosen],
+    def micro(self, turns, stats, dummy):
+        """Forward, loss and backward of one micro-batch; a dummy one has loss 0."""
+        cfg = self.cfg
+        batch = collate([t["prompt_ids"] for t in turns], [t["response_ids"] for t in turns],
                         self.device)
         logp = self.model(batch)  # (N,)
         prox_logp = logp.detach()  # (N,) one update per batch: pi_p is pi itself
-        rollout_logp = self.flat(chosen, lambda t: t["rollout_logp"])  # (N,)
+        rollout_logp = self.flat(turns, lambda t: t["rollout_logp"])  # (N,)
         teacher_logp = self.flat(
-            chosen, lambda t: t["teacher_logp"] or [0.0] * len(t["response_ids"]))  # (N,)
-        r = self.spread(chosen, lambda t: t["r"] or 0.0)  # (N,)
-        distil = self.spread(chosen, lambda t: float(t["distil"])) > 0  # (N,)
+            turns, lambda t: t["teacher_logp"] or [0.0] * len(t["response_ids"]))  # (N,)
+        r = self.spread(turns, lambda t: t["r"] or 0.0)  # (N,)
+        distil = self.spread(turns, lambda t: t["distil"])  # (N,)
         advantage = advantages(r, distil, teacher_logp, prox_logp, cfg)  # (N,)
         loss, was_clipped = LOSSES[cfg.loss](logp, prox_logp, rollout_logp, advantage, cfg)  # (N,)
-        weight = self.flat(chosen, lambda t: [weights[turns.index(t)]] * len(t["response_ids"]))
+        weight = self.spread(turns, lambda t: t["weight"])  # (N,)
         total = (loss * weight).sum() * (0.0 if dummy else 1.0)
         if not dummy:
             slope = torch.autograd.grad(total, logp, retain_graph=True)[0]  # (N,) each token's pull
-            stats.add(batch, chosen, total.detach(), slope, logp.detach(), rollout_logp,
+            stats.add(batch, turns, total.detach(), slope, logp.detach(), rollout_logp,
                       was_clipped, advantage, self.step)
         # DDP and FSDP average over ranks; the weights above are those of the whole step.
         self.acc.backward(total * self.acc.num_processes)
@@ -336,10 +338,6 @@ class Trainer:
         with safe_open(path, "pt") as file:
             check_names(file.keys(), expected)
         return path.stat().st_size
-
-
-def cut_count(turns, cfg):
-    return cut([len(t["prompt_ids"]) + len(t["response_ids"]) for t in turns], cfg.token_budget)
 
 
 def hinted_prompt(turn):
@@ -417,26 +415,61 @@ def canary_ids(tokenizer):
 
 
 class Service:
-    """Rank 0's link to the outside: the queue in main, the engine, the run directory."""
+    """A rank's link to the outside. Only rank 0 has a queue (in main) and an engine; what it learns
+    goes to the other ranks by `share`."""
 
     def __init__(self, cfg, trainer, queue, tokenizer):
         self.cfg, self.trainer, self.queue, self.tokenizer = cfg, trainer, queue, tokenizer
+        self.boss, many = trainer.acc.is_main_process, trainer.acc.num_processes > 1
+        # gloo: an idle NCCL broadcast keeps the GPUs busy
+        self.group = torch.distributed.new_group(backend="gloo") if many else None
         self.prompts, self.replies = canary_ids(tokenizer)
         self.http = urllib3.PoolManager(retries=False,
                                         timeout=urllib3.Timeout(connect=10, read=300))
         self.sync = Sync(cfg, cfg.engine_url, queue, self.engine_canary)
-        self.sync.weight_bytes = sum(p.numel() for p in trainer.policy.parameters()) * 4
-        self.pending_since, self.synced_at = None, time.monotonic()
+        self.sync.weight_bytes = 4 * sum(p.numel() for p in trainer.policy.parameters())
+        self.blocked = None  # since when all adapter slots have been in use
+
+    def share(self, ask):
+        """Rank 0 asks; all ranks get the answer."""
+        box = [ask() if self.boss else None]
+        if self.group:
+            torch.distributed.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
 
     def engine_canary(self, name):
+        """The engine's canary log-probs under one of its model names."""
         pairs = zip(self.prompts, self.replies, strict=True)
         return [x for p, r in pairs
                 for x in engine_logp(self.http, self.cfg.engine_url, name, p, r)]
 
+    def trainer_canary(self):
+        """The same under the trainer's current weights, about 90 tokens."""
+        return torch.cat(self.trainer.logp(self.prompts, self.replies, temperature=1.0)).tolist()
 
-def trainer_canary(trainer, prompts, replies):
-    """Log-probs (about 90 tokens) of the canary replies under the trainer, at temperature 1."""
-    return torch.cat(trainer.logp(prompts, replies, temperature=1.0)).tolist()
+    def start(self):
+        """Version 0: engine and trainer agree on the untouched model, before the first user."""
+        t_0 = self.trainer_canary()
+        if self.boss:
+            gap = self.sync.start(t_0)
+            self.queue.publish(0, BASE)
+            print(f"version 0 checked: logp_gap {gap:.4f} between engine and trainer", flush=True)
+
+    def push(self):
+        """Put the current weights into service -> metrics, or None while all slots are in use."""
+        if self.cfg.lora_rank and not self.share(self.sync.has_slot):
+            self.blocked = self.blocked or time.monotonic()
+            return None
+        start, version, t_new, done = time.monotonic(), self.trainer.step, self.trainer_canary(), {}
+        waited, self.blocked = start - (self.blocked or start), None
+        if self.cfg.lora_rank and self.boss:
+            folder = Path(self.cfg.run_dir) / "adapters" / f"v{version}"
+            self.trainer.save_adapter(folder)
+            done = self.sync.push_lora(version, folder, t_new)
+        elif self.boss:
+            done = self.sync.push_full(version, self.trainer.save_full, self.cfg.run_dir, t_new)
+        self.trainer.acc.wait_for_everyone()
+        return {**done, "sync_wait_s": waited, "check_s": time.monotonic() - start}
 
 
 # ----------------------------------------------------------------------------------------- the loop
@@ -450,88 +483,53 @@ def connect():
     return manager.queue()
 
 
-def share(acc, value, group):
-    """Rank 0's value on all ranks. gloo: an idle NCCL broadcast keeps the GPUs busy."""
-    if acc.num_processes == 1:
-        return value
-    box = [value]
-    torch.distributed.broadcast_object_list(box, src=0, group=group)
-    return box[0]
-
-
 def run(cfg):
     """Lease, train, commit, sync, until main says stop."""
     from transformers import AutoTokenizer
 
     trainer = Trainer(cfg)
-    acc, boss = trainer.acc, trainer.acc.is_main_process
-    group = torch.distributed.new_group(backend="gloo") if acc.num_processes > 1 else None
-    service = (Service(cfg, trainer, connect(), AutoTokenizer.from_pretrained(cfg.model)) if boss
-               else None)
-    prompts, replies = canary_ids(AutoTokenizer.from_pretrained(cfg.model))
-    t_0 = trainer_canary(trainer, prompts, replies)
-    if boss:
-        base_gap = service.sync.start(t_0)
-        service.queue.publish(0, BASE)
-        print(f"version 0 checked: logp_gap {base_gap:.4f} between engine and trainer", flush=True)
+    queue = connect() if trainer.acc.is_main_process else None
+    service = Service(cfg, trainer, queue, AutoTokenizer.from_pretrained(cfg.model))
+    service.start()
     if cfg.tracker:
-        acc.init_trackers("nano-openclaw-rl", config={k: str(v) for k, v in vars(cfg).items()})
-    waiting, unsynced, synced = time.monotonic(), 0, {}
+        trainer.acc.init_trackers("nano-openclaw-rl", {k: str(v) for k, v in vars(cfg).items()})
+    idle_since, unsynced = time.monotonic(), 0
     while True:
-        lease = share(acc, service.queue.lease(cfg.batch_size) if boss else None, group)
-        if lease["stop"] and not unsynced:
-            break
-        if not lease["turns"] and not unsynced:
-            time.sleep(0.5)  # "nothing yet" goes around too: no rank may sit in a collective
-            continue
-        metrics = None
+        lease = service.share(lambda: queue.lease(cfg.batch_size))
+        metrics, synced = None, None
         if lease["turns"]:
-            start = time.monotonic()
-            metrics = {"wait_s": start - waiting, **trainer.train(lease["turns"])}
-            metrics["train_s"] = time.monotonic() - start
+            metrics = {"wait_s": time.monotonic() - idle_since, **step(service, lease["turns"])}
             unsynced += 1
-            if boss:
-                service.queue.commit(trainer.step, {t["id"]: "trained" for t in lease["turns"]})
-        if unsynced >= cfg.sync_every or lease["stop"] or not lease["turns"]:
-            done = sync_now(cfg, trainer, service, prompts, replies, group)
-            unsynced, synced = (0, done) if done else (unsynced, {})
-            if not done and not lease["turns"]:
-                time.sleep(0.5)
-        if boss and metrics:
-            report(cfg, service, trainer, lease, metrics, synced)
-        waiting = time.monotonic() if metrics else waiting
-    acc.end_training()
+        if unsynced and (unsynced >= cfg.sync_every or lease["stop"]):
+            synced = service.push()
+            unsynced = 0 if synced else unsynced
+        if metrics:
+            if service.boss:
+                report(service, lease, metrics, synced or {})
+            idle_since = time.monotonic()
+        elif lease["stop"] and not unsynced:
+            break
+        else:
+            time.sleep(0.5)  # "nothing yet" went around too: no rank may wait in a collective
+    trainer.acc.end_training()
 
 
-def sync_now(cfg, trainer, service, prompts, replies, group):
-    """Put the current weights into service -> its metrics, or None while all slots are in use."""
-    acc, boss, version = trainer.acc, trainer.acc.is_main_process, trainer.step
-    if cfg.lora_rank and not share(acc, service.sync.has_slot() if boss else None, group):
-        service and setattr(service, "pending_since", service.pending_since or time.monotonic())
-        return None
-    start, t_new = time.monotonic(), trainer_canary(trainer, prompts, replies)
-    if cfg.lora_rank:
-        folder = Path(cfg.run_dir) / "adapters" / f"v{version}"
-        done = {}
-        if boss:
-            trainer.save_adapter(folder)
-            done = service.sync.push_lora(version, folder, t_new)
-    else:
-        done = (service.sync.push_full(version, trainer.save_full, cfg.run_dir, t_new) if boss
-                else {})
-    acc.wait_for_everyone()
-    if boss:
-        since, service.pending_since = service.pending_since, None
-        done |= {"sync_wait_s": start - since if since else 0.0,
-                 "check_s": time.monotonic() - start}
-    return done or {"ok": True}
+def step(service, turns):
+    """Train and commit -> metrics. A trainer that dies in between has trained nothing: its weights
+    are gone, and main puts the turns back into their places."""
+    start, trainer = time.monotonic(), service.trainer
+    metrics = trainer.train(turns)
+    if service.boss:
+        service.queue.commit(trainer.step, {t["id"]: "trained" for t in turns})
+    return metrics | {"train_s": time.monotonic() - start}
 
 
 # ------------------------------------------------------------------------------------ what is shown
 
 
-def report(cfg, service, trainer, lease, metrics, synced):
+def report(service, lease, metrics, synced):
     """One line and one decoded turn on screen, the same in metrics.jsonl and the trackers."""
+    cfg, trainer = service.cfg, service.trainer
     turns, window, status = lease["turns"], lease["window"], service.queue.status()
     ages = [trainer.step - 1 - t["version_start"] for t in turns]
     row = {"step": trainer.step, "version": status["version"], **window, **metrics,

@@ -467,6 +467,7 @@ def parse_args():
     add("--lockstep", action="store_true", help="ask nothing while a batch is being trained")
     add("--extra", help="a Python file that may add rows to PERSONAS")
     add("--no-wait", action="store_true", help="measure at once: no main.py to wait for")
+    add("--check", action="store_true", help="only check the arguments")
     args = parser.parse_args()
     check_args(parser, args)
     return args
@@ -483,6 +484,8 @@ def check_args(parser, args):
 
 def main():
     args = parse_args()
+    if args.check:
+        return
     shared = Shared(args, PERSONAS[args.persona])
     shared.run_dir.mkdir(parents=True, exist_ok=True)
     for name in ("talk_done", "measure_after"):  # left by an earlier run in the same directory

@@ -217,8 +217,7 @@ class Line:
 def a_sync(engine):
     line = Line()
     service = trainer_module.Service(engine.cfg, engine.trainer, line, tokenizer(engine.cfg))
-    t_0 = trainer_module.trainer_canary(engine.trainer, service.prompts, service.replies)
-    service.sync.start(t_0)
+    service.start()
     return line, service
 
 
@@ -237,15 +236,11 @@ def nudge(engine, size=0.02):
     engine.trainer.step += 1
 
 
-def canary(engine, service):
-    return trainer_module.trainer_canary(engine.trainer, service.prompts, service.replies)
-
-
 def push(engine, service, folder):
     nudge(engine)
     version = engine.trainer.step
     engine.trainer.save_adapter(folder / f"v{version}")
-    return service.sync.push_lora(version, folder / f"v{version}", canary(engine, service))
+    return service.sync.push_lora(version, folder / f"v{version}", service.trainer_canary())
 
 
 def test_slots_with_an_open_stream(engine, tmp_path):
@@ -290,7 +285,7 @@ def test_stale_and_scaled_versions_are_refused(engine, tmp_path):
     engine.trainer.save_adapter(old)
     nudge(engine)
     with pytest.raises(SyncError, match="does not serve what was trained"):
-        service.sync.push_lora(901, old, canary(engine, service))
+        service.sync.push_lora(901, old, service.trainer_canary())
     scaled = tmp_path / "scaled"
     engine.trainer.save_adapter(scaled)
     config = json.loads((scaled / "adapter_config.json").read_text())
@@ -298,7 +293,7 @@ def test_stale_and_scaled_versions_are_refused(engine, tmp_path):
     (scaled / "adapter_config.json").write_text(json.dumps(config))
     wait_for(service.sync.has_slot, 5, "a free slot")
     with pytest.raises(SyncError, match="does not serve what was trained"):
-        service.sync.push_lora(902, scaled, canary(engine, service))
+        service.sync.push_lora(902, scaled, service.trainer_canary())
     for name in ("v901", "v902"):
         with contextlib.suppress(SyncError):
             service.sync.call("POST", "/v1/unload_lora_adapter", {"lora_name": name})

@@ -1,0 +1,98 @@
+"""The one Config: presets, layouts and settings that must be refused with a sentence."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+import main
+from main import Problem, layout_for, parse
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_presets_fill_every_auto():
+    """No second default anywhere: after parse nothing is `auto`, and flags win over presets."""
+    cfg = parse(["--lr", "0.5"])
+    assert [k for k, v in vars(cfg).items() if v == main.AUTO] == ["gpus"]  # see cfg.layout
+    assert (cfg.lr, cfg.lora_rank, cfg.max_tokens, cfg.judge) == (0.5, 16, 96, "lexicon")
+    assert parse(["--lora-rank", "0"]).preset == "cpu-full"
+
+
+def test_presets_for_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    cfg = parse(["--lora-rank", "0"])
+    assert cfg.preset == "gpu-full" and cfg.teacher == "engine" and cfg.judge == "llm"
+    assert cfg.layout == {"trainer": list("4567"),
+                          "policy": ["0", "1"], "judge": ["2", "3"]}
+
+
+@pytest.mark.parametrize(("n", "sizes"), [(1, (1, 1, 0)), (2, (1, 1, 0)), (3, (1, 1, 0)),
+                                          (4, (2, 1, 1)), (7, (2, 1, 1)), (8, (4, 2, 2))])
+def test_layouts(n, sizes):
+    """The table of machines; on one GPU the trainer shares the policy's."""
+    out = layout_for(main.AUTO, [str(i) for i in range(n)])
+    assert tuple(len(out[k]) for k in ("trainer", "policy", "judge")) == sizes
+    shared = set(out["trainer"]) & set(out["policy"])
+    assert bool(shared) == (n == 1) and not set(out["judge"]) & set(out["policy"])
+
+
+@pytest.mark.parametrize("wish", ["4,2", "x,1,1", "4,4,4", "1,0,1", "-1,1,1"])
+def test_impossible_layouts_are_refused(wish):
+    with pytest.raises(Problem, match="three numbers"):
+        layout_for(wish, list("01234567"))
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--temperature", "0"], "above 0"),
+    (["--batch-size", "0"], "at least 1"),
+    (["--max-tokens", "4096"], "must be below"),
+    (["--schedule", "lifo"], "not one of"),
+    (["--schedule", "windowed", "--window", "8"], "at least --batch-size 16"),
+    (["--host", "0.0.0.0"], "set a key"),
+    (["--judge", "llm", "--lora-rank", "0"], "--judge-url"),
+    (["--judge-url", "http://x/v1"], "--judge-model"),
+    (["--teacher", "engine", "--temperature", "0.6"], "temperature 1 only"),
+    (["--teacher", "engine", "--lora-rank", "0"], "judge engine of its own"),
+    (["--lora-rank", "7"], "vLLM takes"),
+    (["--extra", "/no/such.py"], "does not exist"),
+    (["--simulate", "concise"], "needs an end"),
+    (["--loss", "mystery"], "not ppo"),
+    (["--engine-cores", "two"], "0-3"),
+    (["--steps", "many"], "invalid int"),
+    (["--step", "3"], "--step"),
+    (["--api-key-file", "/no/such"], "cannot be read"),
+])
+def test_wrong_settings_are_refused_with_a_sentence(flags, words):
+    with pytest.raises(Problem, match=words):
+        parse(flags)
+
+
+def test_keys_are_never_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENCLAW_API_KEY", "very-secret")
+    monkeypatch.setenv("JUDGE_KEY", "also-secret")
+    cfg = parse(["--run-dir", str(tmp_path), "--host", "0.0.0.0"])
+    main.write_config(cfg)
+    written = (tmp_path / "config.json").read_text()
+    assert "secret" not in written and json.loads(written)["mode"] == "opd"
+    assert cfg.api_key == "very-secret"
+
+
+def test_model_folder_must_hold_a_model(tmp_path):
+    with pytest.raises(Problem, match="no config.json"):
+        main.check_model(SimpleNamespace(model=str(tmp_path), max_model_len=10))
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 8}')
+    with pytest.raises(Problem, match="window of 8"):
+        main.check_model(SimpleNamespace(model=str(tmp_path), max_model_len=10))
+    main.check_model(SimpleNamespace(model="some-org/some-model", max_model_len=10))  # the hub's
+
+
+def test_help_is_grouped(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = capsys.readouterr().out
+    for group in ("run:", "model:", "serving:", "judging:", "training:", "hardware:"):
+        assert f"\n{group}\n" in shown
