@@ -15,21 +15,26 @@ How it differs from the original:
  5. A turn that cannot be trusted is dropped with a counted reason; nothing is padded or repaired.
 """
 
+import contextlib
 import hashlib
 import hmac
+import http.client
 import json
 import math
 import os
 import queue
 import re
+import socket
+import string
 import threading
 import time
 import uuid
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
+from urllib.parse import quote, urlsplit
 
-import urllib3
 from flask import Flask, Response, jsonify, request
+from werkzeug.exceptions import HTTPException
 
 # ------------------------------------------------------------------------------- the record: Turn
 
@@ -150,10 +155,10 @@ CONTEXT_BLOCKS = {
         r"<(system-reminder|environment_details|environment_context)>.*?(</\1>|\Z)", re.S),
     "timestamp": re.compile(
         r"^\s*\[(?:\w{3},? )?\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?(?: ?[\w+:/-]+)?\]\s*"),
-    "runtime_line": re.compile(r"\n\s*Runtime: agent=[^\n]*\s*\Z"),
+    "runtime_line": re.compile(r"\n[ \t]*Runtime: agent=[^\n]*\s*\Z"),
 }
 THINKING = re.compile(r"<think(?:ing)?>.*?(</think(?:ing)?>|\Z)", re.S)
-TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 class BadRequest(ValueError):
@@ -168,11 +173,12 @@ def text_of(content):
         raise BadRequest("message content must be a string, null or a list of parts")
     pieces = []
     for part in content:
-        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        part = {"text": part} if isinstance(part, str) else part
+        kind = part.get("type", "text") if isinstance(part, dict) else part
         if kind not in TEXT_PARTS:
             raise BadRequest(f"content part of type '{kind}' is not supported: this model reads "
                              "text only")
-        text = part if isinstance(part, str) else part.get("text", part.get("refusal", ""))
+        text = part.get("text", part.get("refusal", ""))
         if not isinstance(text, str):
             raise BadRequest("the text of a content part must be a string")
         pieces.append(text)
@@ -193,10 +199,26 @@ def visible(text):
     return THINKING.sub("", text.rsplit("</think>", 1)[-1]).strip()
 
 
+def depth(value):
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max((depth(x) for x in inner if isinstance(x, dict | list)), default=0)
+
+
+def parse(text):
+    """JSON -> value. Raises ValueError, also for nesting too deep to be written out again."""
+    try:
+        value = json.loads(text)
+        if not isinstance(value, dict | list) or depth(value) <= 100:
+            return value
+    except RecursionError:
+        pass
+    raise ValueError("nested too deeply")
+
+
 def parsed(arguments):
     """Tool arguments as an object, however the client serialised them."""
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
+        return parse(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
         return arguments
 
@@ -280,7 +302,7 @@ def clean_call(call, i):
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = parse(arguments) if arguments.strip() else {}
         except ValueError:
             raise BadRequest(f"messages[{i}].tool_calls: arguments of '{function['name']}' "
                              "are not valid JSON") from None
@@ -319,13 +341,13 @@ def max_tokens_for(body, cfg):
     return min(wish, cfg.max_model_len - 1)
 
 
-def constrained(body):
+def constrained(payload):
     """Would the engine sample from a distribution that is not the policy's own?"""
-    response_format = body.get("response_format")
+    response_format = payload.get("response_format")
     free_text = not response_format or response_format.get("type") == "text"
-    forced = body.get("tool_choice") not in (None, "auto", "none")
-    return (not free_text or forced or bool(body.get("structured_outputs"))
-            or any(body.get(k) for k in ("logit_bias", "bad_words", "min_tokens")))
+    forced = payload.get("tool_choice") not in (None, "auto", "none")
+    return (not free_text or forced or bool(payload.get("structured_outputs"))
+            or any(payload.get(k) for k in ("logit_bias", "bad_words", "min_tokens")))
 
 
 def flag(value):
@@ -334,17 +356,18 @@ def flag(value):
 
 def header_or_body(body, header, key):
     value = request.headers.get(header) or body.get(key)
-    if value is not None and (not isinstance(value, str | int | bool) or len(str(value)) > 256):
-        raise BadRequest(f"'{key}' must be a string of at most 256 characters")
+    if value is not None and not (isinstance(value, str | int | bool) and len(str(value)) <= 256
+                                  and str(value).isprintable()):
+        raise BadRequest(f"'{key}' must be a string of at most 256 printable characters")
     return value
 
 
 def check_types(body):
     shapes = {"tools": list, "response_format": dict, "structured_outputs": dict,
               "logit_bias": dict, "bad_words": list, "stop": (str, list), "stream": bool,
-              "stream_options": dict,
-              "chat_template_kwargs": dict, "tool_choice": (str, dict), "min_tokens": int,
-              "parallel_tool_calls": bool, "reasoning_effort": str}
+              "stream_options": dict, "chat_template_kwargs": dict, "tool_choice": (str, dict),
+              "min_tokens": int, "parallel_tool_calls": bool, "reasoning_effort": str,
+              "include_reasoning": bool}
     for key, kind in shapes.items():
         if body.get(key) is not None and not isinstance(body[key], kind):
             raise BadRequest(f"'{key}' has the wrong type")
@@ -365,7 +388,7 @@ def engine_body(body, messages, cfg, side):
                            "logprobs": True, "return_token_ids": True}
     if body.get("logprobs") is True and body.get("top_logprobs") is not None:
         payload["top_logprobs"] = number(body, "top_logprobs", 0, 20, int)
-    skip = "constrained" if constrained(body) else None
+    skip = "constrained" if constrained(payload) else None
     if skip is None and differs and source == "client" and not side:
         skip = "client_sampling"
     return payload, source, differs, skip
@@ -389,36 +412,75 @@ class ClientGone(Exception):
 END = object()
 
 
+class Connections:
+    """Idle keep-alive connections to the engine. Only fresh ones are used again: vLLM closes them
+    after 5 s of silence. (urllib3's pool does not let go of a request before its first byte.)"""
+
+    def __init__(self, url, timeout):
+        self.netloc, self.timeout = urlsplit(url).netloc, timeout
+        self.idle, self.lock = [], threading.Lock()
+
+    def take(self):
+        with self.lock:
+            while self.idle:
+                connection, since = self.idle.pop()
+                if time.monotonic() - since < 3:
+                    return connection
+                connection.close()
+        connection = http.client.HTTPConnection(self.netloc, timeout=self.timeout)
+        connection.connect()
+        return connection
+
+    def give(self, connection):
+        with self.lock:
+            self.idle.append((connection, time.monotonic()))
+
+
 class Upstream:
     """One streamed request to the engine, read by a thread of its own.
 
-    The thread lets the handler look after its client every 0.2 s. A read timeout would not do:
-    urllib3 closes the response then and the next read ends the stream as if it were complete.
+    The thread lets the handler look after its client every 0.2 s. A read timeout would not do: the
+    rest of the answer would be lost. The engine notices a cancelled request by its closed
+    connection.
     """
 
-    def __init__(self, pool, url, payload, headers):
-        self.events, self.response, self.cancelled = queue.SimpleQueue(), None, False
-        args = (pool, url, json.dumps(payload).encode(), headers)
+    def __init__(self, pool, payload, headers):
+        self.events, self.sock, self.cancelled = queue.SimpleQueue(), None, False
+        self.lock = threading.Lock()  # KEEP: no connection may be shut down once it is in the pool
+        args = (pool, json.dumps(payload).encode(), headers)
         threading.Thread(target=self._read, args=args, daemon=True, name="upstream").start()
 
-    def _read(self, pool, url, body, headers):
+    def _read(self, pool, body, headers):
+        connection, whole = None, False
         try:
-            self.response = pool.request("POST", url, body=body, preload_content=False,
-                                         headers={"Content-Type": "application/json", **headers})
-            if self.response.status != 200:
-                raise EngineError(*readable(self.response.status, self.response.read()))
-            for line in self.response if not self.cancelled else ():
+            connection = pool.take()
+            self.sock = connection.sock
+            connection.request("POST", "/v1/chat/completions", body,
+                               {"Content-Type": "application/json", **headers})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise EngineError(*readable(response.status, response.read()))
+            for line in response if not self.cancelled else ():
                 if line.startswith(b"data: {"):
                     self.events.put(json.loads(line[6:]))
+                elif line.startswith(b"data: [DONE]"):
+                    whole = not response.read() and not response.will_close
+                    break
         except EngineError as error:
             self.events.put(error)
-        except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError) as error:
-            # AttributeError: urllib3 reading a response that `cancel` closed under it
+        except (OSError, http.client.HTTPException, ValueError) as error:
             self.events.put(EngineError(502, f"the engine did not answer: {type(error).__name__}"))
         finally:
+            self._done(pool, connection, whole)
             self.events.put(END)
-            if self.cancelled and self.response is not None:
-                self.response.close()  # not back to the pool: the engine must see us go
+
+    def _done(self, pool, connection, whole):
+        with self.lock:
+            self.sock = None
+            if whole and not self.cancelled:
+                pool.give(connection)
+            elif connection:
+                connection.close()
 
     def follow(self, gone):
         """Yield the engine's events in order, None for each 0.2 s of silence."""
@@ -436,12 +498,11 @@ class Upstream:
             yield event
 
     def cancel(self):
-        self.cancelled = True
-        if self.response is not None:
-            try:
-                self.response.shutdown()  # wakes the reader, which closes the connection
-            except (ValueError, OSError, RuntimeError):
-                pass  # already read to its end: nothing is left to cancel
+        with self.lock:
+            self.cancelled = True
+            if self.sock is not None:
+                with contextlib.suppress(OSError):  # the engine was quicker
+                    self.sock.shutdown(socket.SHUT_RDWR)  # wakes the reader
 
 
 def readable(status, raw):
@@ -494,8 +555,7 @@ class Reply:
     def add(self, chunk):
         """Take one engine chunk; return the delta to pass on, or None."""
         if chunk.get("error"):
-            reason = chunk["error"].get("message", "no reason")
-            raise EngineError(502, f"the engine failed: {reason}")
+            raise EngineError(502, f"the engine failed: {readable(502, json.dumps(chunk))[1]}")
         self.prompt_ids = chunk.get("prompt_token_ids") or self.prompt_ids
         self.usage = chunk.get("usage") or self.usage
         if not chunk.get("choices"):
@@ -738,12 +798,10 @@ class Server:
     """The state behind the routes: engine client, policy, sessions, counters."""
 
     def __init__(self, cfg, engine_url, policy, sessions, log, hooks, engine_headers=None):
-        self.cfg, self.url, self.policy = cfg, engine_url, policy
+        self.cfg, self.policy = cfg, policy
         self.sessions, self.log, self.hooks = sessions, log, hooks
         self.headers = engine_headers or {}
-        self.pool = urllib3.PoolManager(
-            maxsize=cfg.max_requests + 8, retries=False, block=False,
-            timeout=urllib3.Timeout(connect=10, read=cfg.request_timeout))
+        self.pool = Connections(engine_url, cfg.request_timeout)
         self.room = threading.BoundedSemaphore(cfg.max_requests)
         self.requests, self.counting = Counter(ok=0, failed=0, rejected=0), threading.Lock()
         self.told = set()  # sessions that were told once about their sampling
@@ -766,6 +824,7 @@ class Server:
         side = str(header_or_body(body, "X-Turn-Type", "turn_type") or "main").lower() == "side"
         given = header_or_body(body, "X-Session-Id", "session_id")
         given = None if given is None else str(given)
+        done = flag(header_or_body(body, "X-Session-Done", "session_done"))
         payload, source, differs, skip = engine_body(body, messages, self.cfg, side)
         paired, after = (None, None) if side else self.sessions.pair(messages, given)
         if paired:  # KEEP: before admission, or a refused request would lose its user's reaction
@@ -783,8 +842,9 @@ class Server:
                               if k in payload})
         turn.stripped = sorted({n for m in messages for n in strip_wrappers(m["content"])[1]})
         self.tell(turn, differs and source == "run" and not side)
-        done = flag(header_or_body(body, "X-Session-Done", "session_done"))
-        return turn, payload, {"X-Sampling": source, "X-Session-Id": session}, skip, done
+        headers = {"X-Sampling": source,  # a header carries no more than ASCII
+                   "X-Session-Id": quote(session, safe=string.punctuation + " ")}
+        return turn, payload, headers, skip, done
 
     def deliver(self, turn, next_state):
         turn.next_state, turn.paired_at = next_state, time.time()
@@ -808,8 +868,7 @@ class Server:
     def chunks(self, turn, payload, skip, done, gone):
         """The one path of every answer: yields (delta or None, Reply); ends with a whole reply."""
         name, turn.version_start = self.policy.enter()
-        upstream = Upstream(self.pool, f"{self.url}/v1/chat/completions",
-                            {**payload, "model": name}, self.headers)
+        upstream = Upstream(self.pool, {**payload, "model": name}, self.headers)
         reply, outcome, before = Reply(), "failed", time.monotonic()
         try:
             for event in upstream.follow(gone):
@@ -922,11 +981,12 @@ class Server:
     def feedback(self, body):
         """POST /v1/feedback {turn | session_id, score?, text?, hint?}: a label, no generation."""
         turn_id = body.get("turn") or self.sessions.latest.get(str(body.get("session_id")))
-        given = {k: body[k] for k in ("score", "text", "hint") if body.get(k) is not None}
+        given = {k: body[k] for k in ("score", "text", "hint") if body.get(k) not in (None, "")}
         if not isinstance(turn_id, str):
             raise BadRequest("'turn' (the completion's id) or a 'session_id' that has a turn is "
                              "needed")
-        if given.get("score", 0) not in (-1, 0, 1) or not given or not all(
+        score = given.get("score", 0)
+        if score not in (-1, 0, 1) or isinstance(score, bool) or not given or not all(
                 isinstance(given.get(k, ""), str) for k in ("text", "hint")):
             raise BadRequest("give 'score' (-1, 0 or 1), 'text' or 'hint' (strings)")
         turn = self.sessions.take(turn_id)
@@ -986,13 +1046,13 @@ def guard(cfg):
     if request.path == "/healthz":
         return None
     if cfg.api_key:
-        sent = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        sent = request.headers.get("Authorization", "").partition(" ")[2].strip()
         if not hmac.compare_digest(sent.encode(), cfg.api_key.encode()):
             return failure(401, "a valid key is needed: Authorization: Bearer KEY")
     elif host_name(request.host) not in LOOPBACK:
         return failure(403, "without a key this server answers on loopback names only")
     origin = request.headers.get("Origin")
-    if origin and host_name(origin) != host_name(request.host):
+    if origin and origin.split("://")[-1].lower() != request.host.lower():
         return failure(403, "requests from other web pages are refused")
     if request.method == "POST" and request.mimetype != "application/json":
         return failure(415, "send 'Content-Type: application/json'")
@@ -1001,9 +1061,9 @@ def guard(cfg):
 
 def json_body():
     try:
-        body = json.loads(request.get_data())
-    except (ValueError, RecursionError):
-        raise BadRequest("the body is not valid JSON") from None
+        body = parse(request.get_data())
+    except ValueError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     return body
@@ -1015,8 +1075,7 @@ def make_app(server):
     app.config["MAX_CONTENT_LENGTH"] = cfg.max_body_mb << 20
     app.before_request(lambda: guard(cfg))
     app.register_error_handler(BadRequest, lambda e: failure(400, str(e)))
-    app.register_error_handler(404, lambda e: failure(404, "no such path"))
-    app.register_error_handler(405, lambda e: failure(405, "wrong method for this path"))
+    app.register_error_handler(HTTPException, lambda e: failure(e.code, e.description))
     app.register_error_handler(413, lambda e: failure(413, f"body above {cfg.max_body_mb} MiB"))
 
     @app.post("/v1/chat/completions")
@@ -1051,4 +1110,5 @@ def serve(app, cfg):
     return create_server(
         app, host=cfg.host, port=cfg.port, threads=threads, channel_request_lookahead=1,
         asyncore_use_poll=True, connection_limit=4 * threads + 64, ident=None,
-        max_request_body_size=cfg.max_body_mb << 20, channel_timeout=300)
+        # above Flask's own limit: waitress refuses in plain text
+        max_request_body_size=4 * cfg.max_body_mb << 20, channel_timeout=300)

@@ -1,8 +1,8 @@
 """Should users wait for an update, and should engine and trainer share their cores?
 
-Runs the demo three times for a few updates and prints wall times and the guard: the default may take
-at most 1.3 times (start + generation alone + training alone), both measured in the run where users
-wait and each has the whole machine to itself.
+Runs the demo three times for a few updates and prints wall times and the guard: the default may
+take at most 1.3 times (start + generation alone + training alone), both measured in the run where
+users wait and each has the whole machine to itself.
 
     python bench/bench_overlap.py [--steps 4] [--max-tokens 48] [--json FILE]
 """
@@ -24,8 +24,9 @@ WAYS = {
 def run(way, flags, args, folder):
     """One demo run -> its figures."""
     run_dir = folder / way.replace(" ", "-")
-    command = [sys.executable, "main.py", "--mode", "opd", "--simulate", "concise", "--held-out", "0",
-               "--steps", args.steps, "--max-tokens", args.max_tokens, "--run-dir", run_dir, *flags]
+    command = [sys.executable, "main.py", "--mode", "opd", "--simulate", "concise", "--held-out",
+               "0", "--steps", args.steps, "--max-tokens", args.max_tokens, "--run-dir", run_dir,
+               *flags]
     with open(folder / f"{run_dir.name}.log", "w") as out:
         subprocess.run([str(c) for c in command], cwd=ROOT, stdout=out, check=True, timeout=1800)
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -39,8 +39,9 @@ class Proxy:
         self.sessions = proxy.Sessions(self.log, cfg.session_timeout)
         self.hooks, self.paired, self.said, self.late = proxy.Hooks(), [], [], []
         self.hooks.paired, self.hooks.say = self.paired.append, self.said.append
-        self.hooks.feedback = lambda turn, given: self.late.append((turn, given)) or turn == "in line"
-        self.server = proxy.Server(cfg, engine.url, self.policy, self.sessions, self.log, self.hooks)
+        self.hooks.feedback = lambda turn, given: self.late.append(turn) or turn == "in line"
+        self.server = proxy.Server(cfg, engine.url, self.policy, self.sessions, self.log,
+                                   self.hooks)
         self.web = proxy.serve(proxy.make_app(self.server), cfg)
         threading.Thread(target=self.web.run, daemon=True, name="proxy").start()
 
@@ -53,8 +54,9 @@ class Proxy:
         connection = http.client.HTTPConnection("127.0.0.1", self.cfg.port, timeout=20)
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **(headers or {})}
+        headers = {k: v for k, v in headers.items() if v is not None}
         try:
-            connection.request(method, path, data, {k: v for k, v in headers.items() if v is not None})
+            connection.request(method, path, data, headers)
             response = connection.getresponse()
             text = response.read().decode()
         finally:

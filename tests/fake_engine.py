@@ -51,7 +51,8 @@ def error(message, code=400, kind="BadRequestError", param=None):
 
 
 def chunk(delta=None, **more):
-    """One event. With `delta` its one choice is made of delta and those of `more` that belong there."""
+    """One event. With `delta` its one choice is made of delta and those of `more` that belong
+    there."""
     choices = []
     if delta is not None:
         keys = ("logprobs", "finish_reason", "stop_reason", "token_ids")
@@ -71,26 +72,30 @@ def entry(logprob, token="x", top=()):
 
 def say(text="Hello there.", deltas=None, ids=None, logp=None, finish="stop", stop_reason=None,
         prompt_ids=None, usage=None):
-    """-> the steps of a whole reply, a chunk per token. ids, logp and usage may be made to disagree."""
+    """-> the steps of a whole reply, a chunk per token. ids, logp and usage may be made to
+    disagree."""
     if deltas is None:
         deltas = [{"content": word} for word in re.findall(r"\s*\S+|\s+$", text)]
     if ids is None:
         ended = finish in ("stop", "tool_calls") and stop_reason is None
         ids = [*range(10, 10 + len(deltas)), *[EOS] * ended]
     logp = [-0.5] * len(ids) if logp is None else logp
-    steps = [chunk({"role": "assistant", "content": ""}, prompt_token_ids=prompt_ids, prompt_text=None)]
+    steps = [chunk({"role": "assistant", "content": ""}, prompt_token_ids=prompt_ids,
+                   prompt_text=None)]
     n = max(len(deltas), len(ids), len(logp), 1)
     for i in range(n):
         delta = deltas[i] if i < len(deltas) else {"content": ""}
         entries = [entry(x, delta.get("content") or "") for x in logp[i : i + 1]]
         last = {"finish_reason": finish, "stop_reason": stop_reason} if i == n - 1 else {}
         steps.append(chunk(delta, logprobs={"content": entries}, token_ids=ids[i : i + 1], **last))
-    counts = {"prompt_tokens": None, "total_tokens": None, "completion_tokens": len(ids)}
-    return [*steps, chunk(usage={**counts, **(usage or {})}, system_fingerprint="vllm-0.32.0-fake"), DONE]
+    usage = {"prompt_tokens": None, "total_tokens": None, "completion_tokens": len(ids),
+             **(usage or {})}
+    return [*steps, chunk(usage=usage, system_fingerprint="vllm-0.32.0-fake"), DONE]
 
 
 def call_deltas(index, name, arguments, id=None):
-    """The deltas of one tool call as vLLM's parsers send them: the head first, arguments in pieces."""
+    """The deltas of one tool call as vLLM's parsers send them: the head first, arguments in
+    pieces."""
     head = {"id": id or f"call_{index}", "type": "function", "index": index,
             "function": {"name": name, "arguments": ""}}
     return [{"tool_calls": [head]}] + [
@@ -112,14 +117,14 @@ class FakeEngine:
         self.window, self.script = window, lambda body: say()
         self.tokens = lambda messages: [crc32(w.encode()) % 900 + 100 for m in messages
                                         for w in (m.get("content") or "x").split()]
-        self.score = lambda model, ids: [-1.0] * len(ids)  # log-prob of each id; the first is ignored
+        self.score = lambda model, ids: [-1.0] * len(ids)  # log-prob of each id but the first
         self.requests, self.calls, self.cancelled = [], [], []
         self.models, self.paused, self.checksums = {"base": None}, False, {"w": "0"}
         self.open = 0
         handler = type("BoundHandler", (Handler,), {"engine": self})
         self.server = Server(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def __enter__(self):
         return self
@@ -129,7 +134,8 @@ class FakeEngine:
         self.server.server_close()
 
     def refusal(self, body):
-        """What vLLM refuses before it generates: unknown model, wrong lengths, what no template takes."""
+        """What vLLM refuses before it generates: unknown model, wrong lengths, what no template
+        takes."""
         if body.get("model") not in self.models:
             return Refuse(404, error(f"The model `{body.get('model')}` does not exist.", 404,
                                      "NotFoundError", "model"))
@@ -139,8 +145,8 @@ class FakeEngine:
                                      f"{self.window}. Please request fewer output tokens.",
                                      param="max_tokens"))
         if n >= self.window:
-            return Refuse(400, error(f"This model's maximum context length is {self.window} tokens. "
-                                     f"However, your prompt contains {n} input tokens.",
+            return Refuse(400, error(f"This model's maximum context length is {self.window} "
+                                     f"tokens. However, your prompt contains {n} input tokens.",
                                      param="input_tokens"))
         if body.get("tool_choice") not in (None, "none") and not body.get("tools"):
             return Refuse(400, error("When using `tool_choice`, `tools` must be set."))
@@ -208,7 +214,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send(*self.engine.answer(urlsplit(self.path).path, {}, None))
 
     def do_POST(self):
-        url, raw = urlsplit(self.path), self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        raw, url = self.rfile.read(int(self.headers["Content-Length"] or 0)), urlsplit(self.path)
         body = json.loads(raw) if raw else {}
         if url.path != "/v1/chat/completions":
             self.engine.calls.append((self.path, body))
@@ -262,9 +268,10 @@ class Handler(BaseHTTPRequestHandler):
                 return
 
     def send(self, status, body):
+        kind = "text/plain" if isinstance(body, str) else "application/json"
         data = (body if isinstance(body, str) else json.dumps(body)).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "text/plain" if isinstance(body, str) else "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

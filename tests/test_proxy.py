@@ -13,7 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 from conftest import until
-from fake_engine import CUT, DONE, MISSING, Late, Refuse, call_deltas, chunk, error, say
+from fake_engine import CUT, DONE, MISSING, Late, Refuse, call_deltas, error, say
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +21,7 @@ import proxy
 
 FIXTURE = json.loads((Path(__file__).parent / "fixtures" / "openclaw_turns.json").read_text())
 HI = [{"role": "user", "content": "Hi."}]
+SAID = {"role": "assistant", "content": "Hello there."}  # what the fake engine says if not told
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 TOOL = {"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}}
 
@@ -51,8 +52,8 @@ def client(server):
 
 
 def test_a1_client_cannot_override_what_training_needs(server, engine):
-    """Protects: the engine gets our model, n, log-probs and ids, and nothing that is not on the list.
-    Once: role developer answered 400, n=3 mixed three replies into one turn."""
+    """Protects: the engine gets our model, n, log-probs and ids, and nothing that is not on the
+    list. Once: role developer answered 400, n=3 mixed three replies into one turn."""
     server.ask({"role": "developer", "content": "One word."}, user("Sky colour?"), store=True, n=3,
                logprobs=False, return_token_ids=False, model="other", stream_options=None,
                echo=True, prompt_logprobs=5, stop_token_ids=[1], ignore_eos=True, best_of=2,
@@ -91,22 +92,24 @@ def test_a2_parts_are_joined(server, engine, content, text):
     ([{"type": "text", "text": "Look:"}, {"type": "input_image"}], "input_image"),
     ([{"type": "input_audio"}], "input_audio"), ([{"type": "file"}], "file"),
     ([{"type": ["text"]}], "type"), ([{"type": {}}], "type"), ([{"type": None}], "type"),
-    ([5], "part"), ([None], "part"), ([["text"]], "part"), ([{"type": "text", "text": 5}], "string"),
-    ([{"type": "text"}, {"type": "text", "text": None}], "string"),
+    ([5], "part"), ([None], "part"), ([["text"]], "part"),
+    ([{"type": "text", "text": 5}], "string"), ([{"type": "text"}, {"type": "text", "text": None}], "string"),
     (7, "content"), (True, "content"), ({"type": "text", "text": "x"}, "content"),
     (None, "content")])
 def test_a2_unservable_content_is_the_clients_mistake(server, engine, content, said):
-    """Protects: 400 with the reason. Once: 500 for a part that is no object, or its type no string."""
+    """Protects: 400 with the reason. Once: 500 for a part that is no object, or its type no
+    string."""
     refused(server.post({"messages": [user(content)]}), 400, said)
     assert not engine.requests
 
 
 def test_a2_null_content_beside_tool_calls(server, engine):
     """Protects: the normal shape of a tool round. Once: null content crashed the template."""
-    server.ask(user("List."), calling("{}"), {"role": "tool", "tool_call_id": "c1", "content": "a.txt"})
+    result = {"role": "tool", "tool_call_id": "c1", "content": "a.txt"}
+    server.ask(user("List."), calling("{}"), result)
     sent = engine.requests[0]["messages"]
     assert sent[1]["content"] == "" and sent[1]["tool_calls"][0]["function"]["name"] == "ls"
-    assert sent[2] == {"role": "tool", "content": "a.txt", "tool_call_id": "c1"}
+    assert sent[2] == result
 
 
 @pytest.mark.parametrize("arguments, meant", [
@@ -120,9 +123,11 @@ def test_a3_tool_arguments_are_decoded_once(server, engine, arguments, meant):
 
 
 @pytest.mark.parametrize("arguments", [
-    "{oops", "[1]", '"text"', "5", 5, True, [1], '{"a": 1', "[" * 100_000, '{"a":' * 500 + "1" + "}" * 500])
+    "{oops", "[1]", '"text"', "5", 5, True, [1], '{"a": 1', "[" * 100_000,
+    '{"a":' * 500 + "1" + "}" * 500])
 def test_a3_broken_tool_arguments_are_400(server, arguments):
-    """Protects: never a 500 for what is in a history. Once: a RecursionError for nested brackets."""
+    """Protects: never a 500 for what is in a history. Once: a RecursionError for nested
+    brackets."""
     refused(server.post({"messages": [user("Go."), calling(arguments)]}), 400, "arguments")
 
 
@@ -137,8 +142,8 @@ def test_a3_broken_tool_calls_are_400(server, calls):
 @pytest.mark.parametrize("options, shown", [
     (None, False), ({}, False), ({"include_usage": False}, False), ({"include_usage": True}, True)])
 def test_a5_usage_in_streams_exactly_as_asked(server, options, shown):
-    """Protects: one usage chunk with no choices before [DONE] if asked for, else no trace of it; its
-    totals are those of the whole answer. Once: missing or in the wrong chunk."""
+    """Protects: one usage chunk with no choices before [DONE] if asked for, else no trace of it;
+    its totals are those of the whole answer. Once: missing or in the wrong chunk."""
     events = server.stream({"messages": HI, "stream_options": options})
     assert events.pop() == "[DONE]"
     if shown:
@@ -154,8 +159,8 @@ TWO_CALLS = [{"content": "Let me look."}, *call_deltas(0, "ls", '{"path": "ü b"
 
 
 def test_a6_two_tool_calls_rebuilt_by_the_official_client(server, engine):
-    """Protects: deltas with index, and id, type, name first; one finish_reason; the same message with
-    and without a stream. Once: calls lost in streams, and agents stopped early."""
+    """Protects: deltas with index, and id, type, name first; one finish_reason; the same message
+    with and without a stream. Once: calls lost in streams, and agents stopped early."""
     engine.script = lambda body: say(deltas=TWO_CALLS, finish="tool_calls")
     calls, text, reasons = {}, "", []
     for event in client(server).chat.completions.create(model="policy", messages=HI, stream=True,
@@ -168,7 +173,8 @@ def test_a6_two_tool_calls_rebuilt_by_the_official_client(server, engine):
                 assert call.type == "function" and call.function.name
             mine = calls.setdefault(call.index, [call.id, call.function.name, ""])
             mine[2] += call.function.arguments or ""
-    assert calls == {0: ["call_a", "ls", '{"path": "ü b"}'], 1: ["call_b", "read", '{"path": "c.txt"}']}
+    assert calls == {0: ["call_a", "ls", '{"path": "ü b"}'],
+                     1: ["call_b", "read", '{"path": "c.txt"}']}
     assert (text, reasons) == ("Let me look.", ["tool_calls"])
     whole = client(server).chat.completions.create(model="policy", messages=HI, tools=[TOOL])
     assert whole.choices[0].finish_reason == "tool_calls"
@@ -193,7 +199,6 @@ BROKEN = {
     "an error event that is a string": [*say()[:2], {"error": "out of memory"}, DONE],
     "not JSON": [*say()[:2], "data: {oops\n\n", DONE],
     "the end, silently": say()[:2],
-    "cut between the last token and the usage": [*say()[:4], CUT],
 }
 
 
@@ -211,6 +216,14 @@ def test_a6_an_upstream_failure_never_looks_like_success(server, engine, steps):
         assert status == 502
     refused(server.post({"messages": HI}), 502, "engine")
     assert set(server.fates()) == {"engine_error"} and server.idle() and not server.sessions.keys
+
+
+def test_a6_a_whole_reply_without_its_count(server, engine):
+    """Protects: success is a finish_reason, so the reply is delivered; without the engine's count it
+    is not trained."""
+    engine.script = lambda body: json_copy([*say()[:4], CUT])
+    assert server.stream({"messages": HI})[-1] == "[DONE]"
+    assert server.fates() == {"ids_mismatch": 1} and server.idle()
 
 
 def json_copy(steps):
@@ -232,7 +245,7 @@ def test_a6_engine_refusals_keep_their_status(server, engine, status, body, show
 
 def test_a6_engine_that_is_not_there(server, engine):
     """Protects: a connection refused is a 502 in OpenAI's shape and frees its place."""
-    server.server.url = "http://127.0.0.1:9"
+    server.server.pool.netloc = "127.0.0.1:9"
     refused(server.post({"messages": HI}), 502)
     assert server.idle()
 
@@ -241,7 +254,8 @@ def test_a6_engine_that_is_not_there(server, engine):
 def test_a7_thinking_apart_from_the_answer(server, engine, spelling):
     """Protects: either spelling read, one emitted, ids of both kept; a history with either spelling
     reaches the engine under its own. Once: thinking glued to the answer, or lost in histories."""
-    engine.script = lambda body: say(deltas=[{spelling: "2+2 "}, {spelling: "is 4."}, {"content": "4"}])
+    engine.script = lambda body: say(deltas=[
+        {spelling: "2+2 "}, {spelling: "is 4."}, {"content": "4"}])
     events = server.stream({"messages": HI})
     deltas = [e["choices"][0]["delta"] for e in events[:-1]]
     assert "".join(d.get("reasoning_content", "") for d in deltas) == "2+2 is 4."
@@ -274,8 +288,8 @@ def test_a7_thinking_without_an_answer_is_not_trained(server, engine):
 
 
 def test_a8_max_tokens_of_the_whole_window(make_server, engine):
-    """Protects: a wish for the whole window is clamped, a prompt that is too long is a 400 that says
-    so, the window is told. Once: every request of such a client failed."""
+    """Protects: a wish for the whole window is clamped, a prompt that is too long is a 400 that
+    says so, the window is told. Once: every request of such a client failed."""
     server = make_server(max_model_len=4096)
     for key in ("max_tokens", "max_completion_tokens"):
         server.ask("w " * 3000, **{key: 4096})
@@ -298,9 +312,10 @@ def test_a8_max_tokens_default_and_preference(server, engine):
 def leave_after(server, body, events):
     """Send a request, read so many events, close the socket."""
     data = json.dumps(body).encode()
+    head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n")
     with socket.create_connection(("127.0.0.1", server.cfg.port)) as s:
-        s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/"
-                  b"json\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data))
+        s.sendall(head.encode() + data)
         got = b""
         while got.count(b"data: ") < events:
             got += s.recv(4096)
@@ -316,10 +331,11 @@ SLOW = {"before the headers": [Late(8), *say()], "before the first chunk": [8, *
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("when", SLOW)
 def test_a10_a_client_that_leaves_frees_the_engine(server, engine, when, stream):
-    """Protects: the engine sees its client go within a second wherever it was, and nothing is trained.
-    Once: the user pressed stop and the GPU went on."""
+    """Protects: the engine sees its client go within a second wherever it was, and nothing is
+    trained. Once: the user pressed stop and the GPU went on."""
     engine.script = lambda body: json_copy(SLOW[when])
-    leave_after(server, {"messages": HI, "stream": stream}, 2 if stream and when == "mid-stream" else 0)
+    seen = 2 if stream and when == "mid-stream" else 0
+    leave_after(server, {"messages": HI, "stream": stream}, seen)
     assert until(lambda: engine.cancelled, 1.5)
     assert until(server.idle) and until(lambda: server.fates() == {"aborted": 1})
     assert not server.sessions.keys and server.server.requests["failed"] == 0
@@ -334,16 +350,17 @@ def test_a10_a_client_that_leaves_a_talking_engine(server, engine):
 
 
 def test_a11_a_slow_engine_loses_nothing(server, engine):
-    """Protects: one second of silence between chunks. Once: a read timeout closed the response and the
-    rest of the reply was missing without an error."""
+    """Protects: one second of silence between chunks. Once: a read timeout closed the response and
+    the rest of the reply was missing without an error."""
     steps = say("One two three.")
-    engine.script = lambda body: json_copy([s for x in steps for s in ([1.0, x] if x is steps[2] else [x])])
+    engine.script = lambda body: json_copy([*steps[:2], 1.0, *steps[2:]])
     assert server.ask("Hi.")["choices"][0]["message"]["content"] == "One two three."
     assert server.turns()[0].response_ids == [10, 11, 12, 2]
 
 
 def test_a11_replies_stream_as_the_engine_makes_them(server, engine):
-    """Protects: the first word arrives long before the last. Once: finished answers were replayed."""
+    """Protects: the first word arrives long before the last. Once: finished answers were
+    replayed."""
     engine.script = lambda body: json_copy([*say()[:2], 0.6, *say()[2:]])
     start, seen = time.monotonic(), []
     for event in client(server).chat.completions.create(model="policy", messages=HI, stream=True):
@@ -358,11 +375,12 @@ def test_logprobs_and_top_logprobs_as_asked(server, engine, stream):
     def seen(**more):
         if not stream:
             return server.ask("Hi.", **more)["choices"][0]["logprobs"]
-        entries = [e["choices"][0]["logprobs"] for e in server.stream({"messages": HI, **more})[:-1]]
-        found = [x for e in entries if e for x in e["content"]]
+        events = server.stream({"messages": HI, **more})[:-1]
+        found = [x for e in events for x in (e["choices"][0]["logprobs"] or {}).get("content", ())]
         return {"content": found} if found else None
 
-    assert seen() is None and seen(logprobs=False) is None and "top_logprobs" not in engine.requests[-1]
+    assert seen() is None and seen(logprobs=False) is None
+    assert "top_logprobs" not in engine.requests[-1]
     assert [t["logprob"] for t in seen(logprobs=True)["content"]] == [-0.5] * 3
     assert all(len(t["top_logprobs"]) == 2 for t in seen(logprobs=True, top_logprobs=2)["content"])
 
@@ -380,13 +398,13 @@ def test_logprobs_and_top_logprobs_as_asked(server, engine, stream):
     (dict(prompt_ids=[]), "ids_mismatch"),
     (dict(text="", finish="stop"), "no_answer"),
     (dict(text=" \n ", finish="stop"), "no_answer"),
-    (dict(finish="length"), None), (dict(finish="abort"), "aborted"), (dict(finish="error"), "aborted"),
-    (dict(finish="content_filter"), "aborted"),
+    (dict(finish="length"), None), (dict(finish="abort"), "aborted"),
+    (dict(finish="error"), "aborted"), (dict(finish="content_filter"), "aborted"),
     (dict(stop_reason="there"), "constrained"), (dict(stop_reason=2), None)])
 @pytest.mark.parametrize("stream", [False, True])
 def test_b1_b7_what_is_trusted(server, engine, reply, fate, stream):
-    """Protects: ids, log-probs and the engine's count agree, or the turn is refused with its reason;
-    the reply is delivered all the same. A fired stop string is no end of the policy's own.
+    """Protects: ids, log-probs and the engine's count agree, or the turn is refused with its
+    reason; the reply is delivered all the same. A fired stop string is no end of the policy's own.
     Once: ids lost under a tool parser, and aborted replies trained with an invented end token."""
     engine.script = lambda body: say(**reply)
     if stream:
@@ -399,11 +417,11 @@ def test_b1_b7_what_is_trusted(server, engine, reply, fate, stream):
     assert len(server.sessions.keys) == (fate is None)
 
 
-@pytest.mark.parametrize("ids, finish", [([5, 6, 2], "stop"), ([5, 6], "length"), ([5, 6, 2], "length"),
-                                         ([2, 2, 2], "stop")])
+@pytest.mark.parametrize("ids, finish", [
+    ([5, 6, 2], "stop"), ([5, 6], "length"), ([5, 6, 2], "length"), ([2, 2, 2], "stop")])
 def test_b7_ids_as_the_engine_sent_them(server, engine, ids, finish):
-    """Protects: no end token invented or taken off. Once: a cut reply learnt to end, pad == eos lost
-    the real end."""
+    """Protects: no end token invented or taken off. Once: a cut reply learnt to end, pad == eos
+    lost the real end."""
     engine.script = lambda body: say("Yes.", ids=ids, finish=finish)
     server.ask("Hi.")
     (turn,) = server.turns()
@@ -430,7 +448,8 @@ def test_b2_every_sampling_field_is_explicit(make_server, engine):
     temperature is the policy's. Once: an unset top_p made the old log-probs another policy's."""
     server = make_server(temperature=0.7)
     answer = server.post({"messages": HI})
-    assert {k: engine.requests[0][k] for k in proxy.SAMPLING} == {**proxy.SAMPLING, "temperature": 0.7}
+    sent = {k: engine.requests[0][k] for k in proxy.SAMPLING}
+    assert sent == {**proxy.SAMPLING, "temperature": 0.7}
     assert answer[1]["X-Sampling"] == "run" and server.said == []
     assert server.turns()[0].sampling["temperature"] == 0.7
 
@@ -440,8 +459,8 @@ def test_b2_every_sampling_field_is_explicit(make_server, engine):
     {"presence_penalty": 1}, {"frequency_penalty": -1}, {"repetition_penalty": 1.2},
     {"temperature": 0}, {"temperature": 0.2, "top_p": 0.1}])
 def test_b2_clients_habits(make_server, asked):
-    """Protects: `ignore` replaces a client's sampling, says so once, and trains; `respect` serves it
-    as asked, untrained. Once: a habitual temperature made all turns of a client untrainable."""
+    """Protects: `ignore` replaces a client's sampling, says so once, and trains; `respect` serves
+    it as asked, untrained. Once: a habitual temperature made all turns of a client untrainable."""
     server = make_server()
     for _ in range(2):
         _, headers, _ = server.post({"messages": HI, **asked}, {"X-Session-Id": "s"})
@@ -465,14 +484,16 @@ def test_b2_clients_habits(make_server, asked):
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "ls"}}}, False),
     ({"response_format": {"type": "text"}}, True), ({"response_format": None}, True),
     ({"logit_bias": {}}, True), ({"bad_words": []}, True), ({"min_tokens": 0}, True),
-    ({"tools": [TOOL], "tool_choice": "auto"}, True), ({"tools": [TOOL], "tool_choice": "none"}, True),
+    ({"tools": [TOOL], "tool_choice": "auto"}, True),
+    ({"tools": [TOOL], "tool_choice": "none"}, True),
     ({"tools": [TOOL], "tool_choice": None, "parallel_tool_calls": None}, True),
     ({"tools": [], "tool_choice": "auto"}, True), ({"tools": None, "tool_choice": "auto"}, True),
     ({"tools": [], "tool_choice": "required", "parallel_tool_calls": True}, True),
-    ({"stop": ["\n\n"]}, True), ({"stop": "never said"}, True), ({"reasoning_effort": "low"}, True)])
+    ({"stop": ["\n\n"]}, True), ({"stop": "never said"}, True),
+    ({"reasoning_effort": "low"}, True)])
 def test_b2_constrained_decoding_is_served_and_not_trained(server, engine, asked, trained):
-    """Protects: log-probs under a grammar or a forced choice are not the policy's own. Once: trained.
-    An empty list of tools is no tools, where the engine would refuse a tool choice."""
+    """Protects: log-probs under a grammar or a forced choice are not the policy's own. Once:
+    trained. An empty list of tools is no tools, where the engine would refuse a tool choice."""
     server.ask("Hi.", **asked)
     assert server.fates() == {None if trained else "constrained": 1}
     if not asked.get("tools"):
@@ -485,15 +506,15 @@ def test_b3_engine_scores_are_cut_by_lengths(server, engine):
     import urllib3
 
     engine.score = lambda model, ids: [-float(i) for i in range(len(ids))]
-    http = urllib3.PoolManager()
-    assert proxy.engine_logp(http, engine.url, "base", [7] * 10, [0, 7, 2, 7, 0]) == [-10, -11, -12, -13, -14]
-    assert proxy.engine_logp(http, engine.url, "base", [7] * 17, [4, 4, 4]) == [-17, -18, -19]
+    where = (urllib3.PoolManager(), engine.url, "base")
+    assert proxy.engine_logp(*where, [7] * 10, [0, 7, 2, 7, 0]) == [-10, -11, -12, -13, -14]
+    assert proxy.engine_logp(*where, [7] * 17, [4, 4, 4]) == [-17, -18, -19]
     assert engine.calls[-1][1]["max_tokens"] == 1 and "temperature" not in engine.calls[-1][1]
 
 
 def test_b3_versions_of_a_turn(make_server, engine):
-    """Protects: version_start and the engine's model name are read together when forwarded; under LoRA
-    a stream keeps its adapter, with full weights version_end shows a swap in its middle."""
+    """Protects: version_start and the engine's model name are read together when forwarded; under
+    LoRA a stream keeps its adapter, with full weights version_end shows a swap in its middle."""
     for rank, end in ((16, 1), (0, 2)):
         server = make_server(lora_rank=rank)
         engine.models = {"base": None, "v1": "a", "v2": "b"}
@@ -554,7 +575,8 @@ def test_d2_interleaved_chats_without_headers(server, engine):
 
 
 def test_d4_rewritten_history_closes_unscored(server, engine):
-    """Protects: a summary in place of the reply is no reaction to it. Once: it was scored as one."""
+    """Protects: a summary in place of the reply is no reaction to it. Once: it was scored as
+    one."""
     echo(engine)
     ours = {"X-Session-Id": "s"}
     server.post({"messages": [user("A")]}, ours)
@@ -564,8 +586,8 @@ def test_d4_rewritten_history_closes_unscored(server, engine):
 
 
 def test_d5_resend_gives_one_sample(server, engine):
-    """Protects: of a body sent twice, the reply that the client kept is paired, the other one expires
-    as not chosen. Once: both were counted."""
+    """Protects: of a body sent twice, the reply that the client kept is paired, the other one
+    expires as not chosen. Once: both were counted."""
     replies = iter(["one", "two", "three"])
     engine.script = lambda body: say(next(replies))
     server.ask("A")
@@ -617,8 +639,7 @@ def test_d10_an_equal_session_id_is_preferred(server):
     """Protects: with the same words and the same reply, the session id tells two people apart."""
     for s in ("anna", "bert"):
         server.post({"messages": HI}, {"X-Session-Id": s})
-    server.post({"messages": [*HI, {"role": "assistant", "content": "Hello there."}, user("B")]},
-                {"X-Session-Id": "bert"})
+    server.post({"messages": [*HI, SAID, user("B")]}, {"X-Session-Id": "bert"})
     assert [t.session for t in server.paired] == ["bert"]
 
 
@@ -632,11 +653,11 @@ def refuse_starting(server):
 
 @pytest.mark.parametrize("refuse, status", [(refuse_busy, 429), (refuse_starting, 503)])
 def test_d11_reaction_is_kept_with_a_refused_request(make_server, engine, refuse, status):
-    """Protects: pairing comes before admission and a retry pairs nothing twice. Once: the reaction was
-    lost with the 429."""
+    """Protects: pairing comes before admission and a retry pairs nothing twice. Once: the reaction
+    was lost with the 429."""
     server = make_server(overload="429")
     server.ask("A")
-    follow_up = {"messages": [user("A"), {"role": "assistant", "content": "Hello there."}, user("B")]}
+    follow_up = {"messages": [user("A"), SAID, user("B")]}
     refuse(server)
     for _ in range(2):
         answer = server.post(follow_up)
@@ -692,7 +713,7 @@ def test_session_not_done(server, word):
 def test_side_turns_are_forwarded_only(server, engine):
     """Protects: a side turn is served as asked, never trained and never a next state."""
     server.ask("A")
-    body = {"messages": [user("A"), {"role": "assistant", "content": "Hello there."}, user("Title?")]}
+    body = {"messages": [user("A"), SAID, user("Title?")]}
     for headers, more in (({"X-Turn-Type": "side"}, {}), ({}, {"turn_type": "side"}),
                           ({"X-Turn-Type": "SIDE"}, {"temperature": 0.1})):
         assert server.post({**body, **more}, headers)[0] == 200
@@ -701,10 +722,10 @@ def test_side_turns_are_forwarded_only(server, engine):
 
 
 def test_all_new_messages_are_the_next_state(server, engine):
-    """Protects: two parallel tool results and the user's words are one next state, with roles. Once:
-    only the last message counted."""
-    engine.script = lambda body: say(deltas=[*call_deltas(0, "ls", "{}"), *call_deltas(1, "ls", "{}")],
-                                     finish="tool_calls")
+    """Protects: two parallel tool results and the user's words are one next state, with roles.
+    Once: only the last message counted."""
+    calls = [*call_deltas(0, "ls", "{}"), *call_deltas(1, "ls", "{}")]
+    engine.script = lambda body: say(deltas=calls, finish="tool_calls")
     server.ask("Go.")
     both = {"role": "assistant", "tool_calls": [*calling("{}", id="a")["tool_calls"],
                                                 *calling("{ }", id="b")["tool_calls"]]}
@@ -714,7 +735,8 @@ def test_all_new_messages_are_the_next_state(server, engine):
 
 
 @pytest.mark.parametrize("wrapped", [
-    "<system-reminder>Be brief.</system-reminder>", "<environment_details>\nx\n</environment_details>",
+    "<system-reminder>Be brief.</system-reminder>",
+    "<environment_details>\nx\n</environment_details>",
     "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>> cut off", " \n "])
 def test_a_context_block_is_no_reaction(server, wrapped):
     """Protects: the turn goes on waiting for its user's own words."""
@@ -749,8 +771,8 @@ def play(server, engine, rounds):
 
 
 def test_openclaw_chat_pairs(server, engine):
-    """Protects: what the real OpenClaw agent sends, whose context block vanishes from its histories.
-    A strict prefix match pairs none of its turns."""
+    """Protects: what the real OpenClaw agent sends, whose context block vanishes from its
+    histories. A strict prefix match pairs none of its turns."""
     play(server, engine, FIXTURE["chat"])
     assert next_words(server) == [("Paris is the capital of France.",
                                    [("user", "No, shorter please.")])]
@@ -766,7 +788,8 @@ def test_openclaw_tool_round_pairs(server, engine):
 
 
 def test_long_white_space_is_cheap():
-    """Protects: normalising is linear in a message's length. Once: 100,000 newlines took minutes."""
+    """Protects: normalising is linear in a message's length. Once: 100,000 newlines took
+    minutes."""
     start = time.monotonic()
     for text in ("x" + "\n" * 100_000 + "x", "\nRuntime: agent=" * 5_000 + "\nx", "[" * 100_000,
                  "<think>" * 20_000, "<system-reminder>" * 20_000 + "x"):
@@ -779,7 +802,7 @@ def test_long_white_space_is_cheap():
 
 
 @pytest.mark.parametrize("sent, status", [
-    (None, 401), ("Bearer wrong", 401), ("Bearer ", 401), ("Bearer sécret", 401), ("secret-kez", 401),
+    (None, 401), ("Bearer wrong", 401), ("Bearer ", 401), ("Bearer sécret", 401), ("x", 401),
     ("Bearer secret-key", 200), ("Bearer secret-keyx", 401), ("bearer secret-key", 200)])
 def test_key(make_server, sent, status):
     """Protects: with a key nobody comes in without it, wherever it listens; /healthz stays open."""
@@ -807,8 +830,9 @@ def test_key(make_server, sent, status):
     ({"Content-Type": "application/json; charset=utf-8"}, 200)])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/feedback"])
 def test_no_web_page_can_post_turns(server, headers, status, path):
-    """Protects: without a key only programs on this machine come in: loopback names, no foreign page,
-    no content type that a browser sends unasked. Once: any page could post turns to a local server."""
+    """Protects: without a key only programs on this machine come in: loopback names, no foreign
+    page, no content type that a browser sends unasked. Once: any page could post turns to a local
+    server."""
     body = {"messages": HI, "turn": "in line", "score": 1}
     answer = server.post(body, headers, path)
     assert answer[0] == status, answer
@@ -828,11 +852,12 @@ def test_body_size(make_server):
     b"", b"{", b"[]", b"null", b"5", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"messages":' * 5000,
     b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": ' + b"9" * 5000 + b"}",
     b'{"messages": ' + b"[" * 300 + b"]" * 300 + b"}",
-    b'{"messages":[{"role":"user","content":"a"}],"tools":' + b'[{"a":' * 450 + b"1" + b"}]" * 450 + b"}"])
+    b'{"messages":[{"role":"user","content":"a"}],"tools":' + b'[{"a":' * 450 + b"1" + b"}]" * 450
+    + b"}"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/feedback"])
 def test_broken_bodies(server, body, path):
-    """Protects: what is not a JSON object, or is nested beyond use, is a 400. Once: a RecursionError
-    while it was written out again, with the request's place lost."""
+    """Protects: what is not a JSON object, or is nested beyond use, is a 400. Once: a
+    RecursionError while it was written out again, with the request's place lost."""
     refused(server.post(body, path=path), 400)
     assert server.idle()
 
@@ -853,12 +878,14 @@ def test_an_error_of_ours_has_openais_shape(server):
 @pytest.mark.parametrize("key, values", {
     "messages": [None, [], {}, "Hi.", 5, [None], ["Hi."], [[]], [{}], [{"role": 5, "content": "x"}],
                  [{"role": ["user"], "content": "x"}], [{"role": "robot", "content": "x"}],
-                 [{"role": "user"}], [{"role": "tool"}], [{"role": "user", "content": "x", "name": 5}],
+                 [{"role": "user"}], [{"role": "tool"}],
+                 [{"role": "user", "content": "x", "name": 5}],
                  [{"role": "tool", "content": "x", "tool_call_id": {}}]],
     "max_tokens": [0, -1, "x", True, 1.5, [], math.nan, math.inf],
     "max_completion_tokens": [0, -5, "10", False, {}],
     "temperature": ["hot", -0.1, 2.1, True, [], math.nan, -math.inf, 10**400],
-    "top_p": [-0.1, 1.1, "x"], "top_k": [-2, "x", True], "min_p": [2], "seed": [1.5, "x", True, 10**30],
+    "top_p": [-0.1, 1.1, "x"], "top_k": [-2, "x", True], "min_p": [2],
+    "seed": [1.5, "x", True, 10**30],
     "repetition_penalty": [0, "x"], "presence_penalty": [3], "frequency_penalty": [-3, {}],
     "stop": [5, {}, [5], [None], True], "tools": [{}, "x", 5, True], "tool_choice": [5, []],
     "stream": ["yes", 1, []], "stream_options": [True, "x", []], "response_format": ["json", []],
@@ -868,8 +895,8 @@ def test_an_error_of_ours_has_openais_shape(server):
     "session_id": [{}, [], 1.5, "x" * 257, "a\nb", "a\x1b[2J", "\ud800"],
     "turn_type": [{}, [], "x" * 300], "session_done": [{}, [], 1.5, "x" * 300]}.items())
 def test_wrong_values_are_the_clients_mistake(server, engine, key, values):
-    """Protects: 400 before anything is forwarded, admitted or paired. Once: a wrong session_done was
-    seen after admission, and every such request took a place for ever."""
+    """Protects: 400 before anything is forwarded, admitted or paired. Once: a wrong session_done
+    was seen after admission, and every such request took a place for ever."""
     for value in values:
         body = {"messages": HI, key: value}
         refused(server.post(body), 400)
@@ -880,7 +907,7 @@ def test_wrong_top_logprobs(server):
     """Protects: the range is checked here, not in the engine."""
     for value in (-1, 21, "x", True, 1.5):
         refused(server.post({"messages": HI, "logprobs": True, "top_logprobs": value}), 400)
-    assert server.post({"messages": HI, "top_logprobs": 99})[0] == 200  # without logprobs: no meaning
+    assert server.post({"messages": HI, "top_logprobs": 99})[0] == 200  # no logprobs: no meaning
 
 
 @pytest.mark.parametrize("session", ["a b", 7, True, "你好 👍", "naïve", "x" * 256, 'a"b;c=d'])
@@ -893,30 +920,33 @@ def test_session_ids_of_every_kind(server, session, stream):
     assert server.turns()[0].session == str(session) and server.idle()
 
 
+NAMES = st.text(max_size=5) | st.sampled_from(
+    "type text role content function name arguments id tool_calls include_usage refusal".split())
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
     | st.sampled_from(["", "user", "tool", "{", "[]", "\x00", "\ud800", "text", "\n", 10**30]),
-    lambda x: st.lists(x, max_size=3) | st.dictionaries(
-        st.sampled_from(["type", "text", "role", "content", "function", "name", "arguments", "id",
-                         "tool_calls", "include_usage", "refusal"]) | st.text(max_size=5), x, max_size=3),
-    max_leaves=8)
-KEYS = sorted({*proxy.PASSED, *proxy.SAMPLING, "messages", "max_tokens", "max_completion_tokens",
-               "seed", "stream", "stream_options", "logprobs", "top_logprobs", "session_id", "turn_type",
-               "session_done", "model", "n", "turn", "score", "text", "hint"})
-MESSAGE = st.fixed_dictionaries({}, optional={
-    "role": st.sampled_from(["user", "assistant", "tool", "system"]) | JUNK, "content": st.text() | JUNK,
-    "tool_calls": JUNK | st.lists(st.fixed_dictionaries({"function": st.fixed_dictionaries(
-        {"name": st.text() | JUNK, "arguments": JUNK})}), max_size=2),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(NAMES, x, max_size=3), max_leaves=8)
+KEYS = sorted({*proxy.PASSED, *proxy.SAMPLING, *(
+    "messages max_tokens max_completion_tokens seed stream stream_options logprobs top_logprobs "
+    "session_id turn_type session_done model n turn score text hint").split()})
+PART = st.dictionaries(st.sampled_from(["type", "text", "refusal"]), st.just("text") | JUNK)
+CALL = st.fixed_dictionaries({"function": st.fixed_dictionaries(
+    {"name": st.text() | JUNK, "arguments": JUNK})})
+MESSAGE = st.fixed_dictionaries({
+    "role": st.sampled_from(["user", "assistant", "tool", "system"]),
+    "content": st.text() | st.lists(PART | JUNK, max_size=3)}, optional={
+    "tool_calls": JUNK | st.lists(CALL, max_size=2),
     "name": JUNK, "tool_call_id": JUNK, "reasoning": JUNK, "reasoning_content": JUNK})
 
 
 def test_no_body_is_ever_our_error(server):
-    """Protects: whatever is posted, the answer is 200 or a 4xx in OpenAI's shape, no place is lost and
-    the server lives on."""
-    @settings(max_examples=200, deadline=None, database=None,
+    """Protects: whatever is posted, the answer is 200 or a 4xx in OpenAI's shape, no place is lost
+    and the server lives on."""
+    @settings(max_examples=400, deadline=None, database=None,
               suppress_health_check=list(HealthCheck))
-    @given(st.lists(MESSAGE, max_size=3) | JUNK, st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=4),
-           st.sampled_from(["/v1/chat/completions", "/v1/feedback"]))
+    @given(st.lists(MESSAGE, max_size=3) | JUNK,
+           st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=4),
+           st.sampled_from(["/v1/chat/completions"] * 3 + ["/v1/feedback"]))
     def post(messages, more, path):
         answer = server.post({"messages": messages, **more}, path=path)
         assert answer[0] == 200 or refused(answer, answer[0]) is None
@@ -937,8 +967,8 @@ def in_threads(n, work):
 
 
 def test_too_many_requests(make_server, engine):
-    """Protects: above max_requests 429 with Retry-After at once, /healthz answers meanwhile, and the
-    places come back."""
+    """Protects: above max_requests 429 with Retry-After at once, /healthz answers meanwhile, and
+    the places come back."""
     server = make_server(max_requests=2)
     engine.script = lambda body: json_copy([say()[0], 0.8, *say()[1:]])
     threads, answers = in_threads(2, lambda: server.post({"messages": HI}))
@@ -981,8 +1011,8 @@ def test_many_clients_at_once(make_server, engine):
 
 
 def test_swapping_holds_or_rejects(make_server):
-    """Protects: `hold` forwards while weights are swapped (the paused engine holds), `reject` answers
-    503, and LoRA pauses nothing."""
+    """Protects: `hold` forwards while weights are swapped (the paused engine holds), `reject`
+    answers 503, and LoRA pauses nothing."""
     for overrides, status in (({"lora_rank": 0}, 200), ({"lora_rank": 0, "pause": "reject"}, 503),
                               ({"lora_rank": 16, "pause": "reject"}, 200)):
         server = make_server(**overrides)
@@ -1019,8 +1049,8 @@ def test_feedback(server):
     assert rate({"turn": "in line", "score": 1})[0] == 200 and len(server.late) == 2
     for bad in ({}, {"turn": turns[4]}, {"score": 1}, {"turn": turns[4], "score": 2},
                 {"turn": turns[4], "score": "good"}, {"turn": turns[4], "score": True},
-                {"turn": turns[4], "text": 5}, {"turn": 5, "score": 1}, {"turn": turns[4], "text": ""},
-                {"turn": turns[4], "hint": "", "text": None}, {"session_id": "none", "score": 1},
+                {"turn": turns[4], "text": 5}, {"turn": 5, "score": 1},
+                {"turn": turns[4], "text": ""}, {"turn": turns[4], "hint": "", "text": None}, {"session_id": "none", "score": 1},
                 {"session_id": {}, "score": 1}, {"turn": turns[4], "score": []}):
         refused(rate(bad), 400)
     assert turns[4] in server.sessions.keys
