@@ -3,6 +3,8 @@
 
 PYTHON := python3#                                        or: make PYTHON=python3.12 test
 DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo gpu || echo cpu)# or: DEVICE=cpu
+# A good reply has at most 35 tokens, so a limit of 48 loses none; the learning rate fits ten updates.
+DEMO   := --max-tokens 48 --lr 4e-4
 ARGS   :=#                                                more flags: make demo ARGS="--mode rl"
 
 PY    := .venv/bin/python
@@ -20,7 +22,8 @@ help:  ## this list
 	@echo '  The first of them sets everything up in .venv and models/ (about 5 minutes, 4 GB).'
 
 demo: $(READY) $(if $(filter cpu,$(DEVICE)),$(MODEL))  ## ten training steps on simulated users
-	$(PY) main.py --mode opd --simulate concise --steps 10 --max-turns 300 --max-wait 60 $(ARGS)
+	$(PY) main.py --mode opd --simulate concise --steps 10 --max-turns 300 --max-wait 60 \
+	  $(DEMO) $(ARGS)
 
 test: $(READY) $(MODEL)  ## all tests
 	$(PY) -m pytest -q tests $(ARGS)

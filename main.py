@@ -364,23 +364,23 @@ def load_extra(path):
 class LineServer(managers.Server):
     """BaseManager's server, which also tells the line when a trainer's connection ends."""
 
+    line = None
+
     def serve_client(self, conn):
         try:
             super().serve_client(conn)
         finally:
-            LineManager.line.release(threading.get_ident())
-
-
-class LineManager(managers.BaseManager):
-    _Server, line = LineServer, None
+            self.line.release(threading.get_ident())
 
 
 def serve_line(line, folder):
     """Put the sample queue on a Unix socket (mode 0600) -> environment for the trainer."""
-    LineManager.line, key = line, secrets.token_bytes(32)
-    LineManager.register("queue", callable=lambda: line,
-                         exposed=("lease", "commit", "status", "publish"))
-    server = LineManager(f"{folder}/queue", key).get_server()
+    key = secrets.token_bytes(32)
+    managers.BaseManager.register("queue", callable=lambda: line,
+                                  exposed=("lease", "commit", "status", "publish"))
+    # KEEP: not BaseManager.get_server(), which makes the plain Server whatever _Server says
+    server = LineServer(managers.BaseManager._registry, f"{folder}/queue", key, "pickle")
+    server.line = line
     os.chmod(f"{folder}/queue", 0o600)
     server.stop_event = threading.Event()
     # not serve_forever: that one ends the whole process when it is done

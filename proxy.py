@@ -240,7 +240,7 @@ def digest(*parts):
 def said_last(messages):
     """The last words that are not only a context block: what the next reply answers."""
     for message in reversed(messages):
-        if message["role"] in ("user", "tool", "system") and words_of(message):
+        if message["role"] in ("user", "tool") and words_of(message):
             return words_of(message)
     return ""
 
@@ -455,6 +455,8 @@ class Upstream:
         try:
             connection = pool.take()
             self.sock = connection.sock
+            if self.cancelled:
+                return
             connection.request("POST", "/v1/chat/completions", body,
                                {"Content-Type": "application/json", **headers})
             response = connection.getresponse()

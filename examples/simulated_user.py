@@ -83,14 +83,14 @@ PERSONAS = {
             "Good answer, thanks.",
         ],
         complaints=[
-            "That is too long. Answer in one short sentence.",
-            "No, that is too long. Please answer in one short sentence.",
+            "That is too long. Answer briefly, in one short sentence.",
+            "No, that is too long. Please answer briefly, in one short sentence.",
             "Too long! Just answer in one short sentence.",
-            "No, I did not ask for a lecture. Answer in one short sentence, please.",
-            "This is much too long for me. Answer in only one short sentence.",
-            "No, too long. Answer me in one short sentence.",
+            "No, I did not ask for a lecture. Answer briefly, in one short sentence, please.",
+            "This is much too long for me. Just answer briefly, in one short sentence.",
+            "No, too long. Just answer in one short sentence.",
         ],
-        hint="Answer in one short sentence."),
+        hint="Answer briefly, in one short sentence."),
 }
 
 
@@ -418,7 +418,7 @@ def wait_for_main(shared, limit=600):
 def run(shared):
     with timed(shared, "before"):
         measure_policy(shared, "before")
-        samples = min(1, shared.args.held_out_samples)
+        samples = shared.args.held_out_samples
         hinted = measure(shared, "hinted", samples, shared.persona.hint)  # version 0 is the base
         shared.report["held_out"]["nll_hinted_base"] = mean_nll(shared, "hinted", hinted)
     write_report(shared)

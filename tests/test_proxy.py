@@ -93,7 +93,8 @@ def test_a2_parts_are_joined(server, engine, content, text):
     ([{"type": "input_audio"}], "input_audio"), ([{"type": "file"}], "file"),
     ([{"type": ["text"]}], "type"), ([{"type": {}}], "type"), ([{"type": None}], "type"),
     ([5], "part"), ([None], "part"), ([["text"]], "part"),
-    ([{"type": "text", "text": 5}], "string"), ([{"type": "text"}, {"type": "text", "text": None}], "string"),
+    ([{"type": "text", "text": 5}], "string"),
+    ([{"type": "text"}, {"type": "text", "text": None}], "string"),
     (7, "content"), (True, "content"), ({"type": "text", "text": "x"}, "content"),
     (None, "content")])
 def test_a2_unservable_content_is_the_clients_mistake(server, engine, content, said):
@@ -219,8 +220,8 @@ def test_a6_an_upstream_failure_never_looks_like_success(server, engine, steps):
 
 
 def test_a6_a_whole_reply_without_its_count(server, engine):
-    """Protects: success is a finish_reason, so the reply is delivered; without the engine's count it
-    is not trained."""
+    """Protects: success is a finish_reason, so the reply is delivered; without the engine's count
+    it is not trained."""
     engine.script = lambda body: json_copy([*say()[:4], CUT])
     assert server.stream({"messages": HI})[-1] == "[DONE]"
     assert server.fates() == {"ids_mismatch": 1} and server.idle()
@@ -747,6 +748,16 @@ def test_a_context_block_is_no_reaction(server, wrapped):
     assert next_words(server) == [("Hello there.", [("user", "Thanks.")])]
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_behind_the_words_may_change(server, role):
+    """Protects: agents put the time or their state behind the user's words, and send it only once.
+    Once: it was taken for what the reply answers, and no turn of such a client paired."""
+    for history in ([user("A")], [user("A"), SAID, user("B")], [user("A"), SAID, user("B"), SAID,
+                                                                user("C")]):
+        server.ask(*history, {"role": role, "content": f"It is 12:0{len(history)}."})
+    assert [t.next_state for t in server.paired] == [[user("B")], [user("C")]]
+
+
 def test_pairing_survives_white_space_and_unicode(server, engine):
     """Protects: clients trim, reflow and normalise line ends of what they keep."""
     engine.script = lambda body: say("  Größe:\r\n 5 \n\n👍 ")
@@ -1050,8 +1061,9 @@ def test_feedback(server):
     for bad in ({}, {"turn": turns[4]}, {"score": 1}, {"turn": turns[4], "score": 2},
                 {"turn": turns[4], "score": "good"}, {"turn": turns[4], "score": True},
                 {"turn": turns[4], "text": 5}, {"turn": 5, "score": 1},
-                {"turn": turns[4], "text": ""}, {"turn": turns[4], "hint": "", "text": None}, {"session_id": "none", "score": 1},
-                {"session_id": {}, "score": 1}, {"turn": turns[4], "score": []}):
+                {"turn": turns[4], "text": ""}, {"turn": turns[4], "hint": "", "text": None},
+                {"session_id": "none", "score": 1}, {"session_id": {}, "score": 1},
+                {"turn": turns[4], "score": []}):
         refused(rate(bad), 400)
     assert turns[4] in server.sessions.keys
 
