@@ -688,6 +688,7 @@ def interrupt(signum, frame):
 
 def main(argv=None):
     signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)  # also where a shell started us with it ignored
     system, code = None, 0
     try:
         system = System(parse(argv))
