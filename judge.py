@@ -257,7 +257,8 @@ def judge_turn(turn, cfg, http, engine, rescue=False):
     turn.r, turn.distil, reason = sample_parts(
         cfg.mode, turn.score, hint_ok, hint_skip=turn.hint_skip, cut=turn.finish_reason == "length",
         train_cut=cfg.train_cut, rescue=rescue)
-    return reason
+    too_long = len(turn.prompt_ids) + len(turn.response_ids) > cfg.max_train_len
+    return reason or ("too_long" if too_long else None)
 
 
 def prepare_hint(turn, cfg, http, engine):
@@ -272,7 +273,7 @@ def prepare_hint(turn, cfg, http, engine):
         return
     turn.hinted_prompt_ids = [render(http, engine, turn, m) for m in hinted]
     prompt = turn.hinted_prompt_ids[turn.hints.index(turn.hint)]
-    if len(prompt) + len(turn.response_ids) > cfg.max_model_len - 1:
+    if len(prompt) + len(turn.response_ids) > min(cfg.max_model_len - 1, cfg.max_train_len):
         turn.hint_skip = "too_long"  # never cut from the front: the question would go first
     elif cfg.teacher == "engine":
         turn.teacher_logp = engine_logp(http, cfg.teacher_url, cfg.teacher_model, prompt,

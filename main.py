@@ -115,6 +115,8 @@ class Config:
                              "times |A|")
     max_grad_norm: float = knob(1.0, "training", "gradient clipping")
     token_budget: int = knob(AUTO, "training", "padded tokens per micro-batch")
+    max_train_len: int = knob(AUTO, "training", "longest turn to train (prompt + reply, tokens); "
+                              "longer ones are dropped as too_long")
     gradient_checkpointing: bool = knob(AUTO, "training", "recompute activations to save memory")
     schedule: str = knob("greedy", "training", "order of training: " + ", ".join(SCHEDULES))
     window: int = knob(64, "training", "places looked at by --schedule windowed")
@@ -134,20 +136,14 @@ class Config:
     trainer_cores: str = knob(AUTO, "hardware", "CPU trainer: cores, or all (auto: the other half)")
 
 
-PRESETS = {
-    "cpu": dict(model=str(DEMO_MODEL), lora_rank=16, lr=2e-4, max_tokens=96, max_model_len=4096,
-                engine_dtype="bfloat16", judge="lexicon", token_budget=2048,
-                gradient_checkpointing=False),
-    "cpu-full": dict(model=str(DEMO_MODEL), lora_rank=0, lr=1e-5, max_tokens=96, max_model_len=4096,
-                     engine_dtype="bfloat16", judge="lexicon", token_budget=2048,
-                     gradient_checkpointing=False),
-    "gpu-lora": dict(model="Qwen/Qwen3-4B-Instruct-2507", lora_rank=16, lr=1e-4, max_tokens=2048,
-                     max_model_len=32768, engine_dtype="bfloat16", judge="llm", token_budget=16384,
-                     gradient_checkpointing=True),
-    "gpu-full": dict(model="Qwen/Qwen3-4B-Instruct-2507", lora_rank=0, lr=1e-6, max_tokens=2048,
-                     max_model_len=32768, engine_dtype="bfloat16", judge="llm", token_budget=16384,
-                     gradient_checkpointing=True),
-}
+CPU = dict(model=str(DEMO_MODEL), max_tokens=96, max_model_len=4096, engine_dtype="bfloat16",
+           judge="lexicon", token_budget=2048, max_train_len=4096, gradient_checkpointing=False)
+GPU = dict(model="Qwen/Qwen3-4B-Instruct-2507", max_tokens=2048, max_model_len=32768,
+           engine_dtype="bfloat16", judge="llm", token_budget=16384, max_train_len=16384,
+           gradient_checkpointing=True)
+PRESETS = {"cpu": CPU | dict(lora_rank=16, lr=2e-4), "cpu-full": CPU | dict(lora_rank=0, lr=1e-5),
+           "gpu-lora": GPU | dict(lora_rank=16, lr=1e-4),
+           "gpu-full": GPU | dict(lora_rank=0, lr=1e-6)}
 LAYOUTS = {0: (0, 0, 0), 1: (0, 1, 0), 2: (1, 1, 0), 4: (2, 1, 1), 8: (4, 2, 2)}  # 0: shared
 SECRET = ("api_key", "judge_key")  # set beside the knobs, never written anywhere
 

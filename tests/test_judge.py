@@ -163,7 +163,7 @@ def completion(content, finish="stop"):
 def settings(url="", **changes):
     base = dict(mode="combine", judge="llm", judge_url=url, judge_model="j", judge_key="", votes=0,
                 judge_max_tokens=64, judge_is_ours=False, judge_timeout=4.0, eval=True, train_cut="all",
-                hint_choice="longest", max_model_len=4096, teacher="trainer", judge_threads=2,
+                hint_choice="longest", max_model_len=4096, max_train_len=4096, teacher="trainer", judge_threads=2,
                 at_least_one=False, max_staleness=4, batch_size=2, schedule="greedy", window=8,
                 max_wait=0)
     return SimpleNamespace(**base | changes)
@@ -405,6 +405,15 @@ def test_rl_asks_for_no_hint():
     turn = judged_turn()
     assert judge_turn(turn, settings(judge="lexicon", mode="rl"), HTTP, ("http://127.0.0.1:9", "")) is None
     assert (turn.r, turn.distil, turn.hints, turn.hint) == (-1, False, [], None)
+
+
+def test_very_long_turns_are_dropped_and_counted():
+    """H3: a 17,000-token turn under a limit of 8,192 never reaches the trainer; once it ran the
+    GPU out of memory. At the limit it is kept."""
+    cfg = settings(judge="lexicon", mode="rl", max_train_len=8192)
+    for tokens, reason in ((17_000, "too_long"), (8_193, "too_long"), (8_192, None)):
+        turn = judged_turn(prompt_ids=[1] * 192, response_ids=[1] * (tokens - 192))
+        assert judge_turn(turn, cfg, HTTP, ("http://127.0.0.1:9", "")) == reason
 
 
 def test_feedback_replaces_the_judges_label():
