@@ -103,7 +103,14 @@ class Config:
     lora_rank: int = knob(AUTO, "training", "rank of the adapter; 0 trains the full weights")
     lr: float = knob(AUTO, "training", "AdamW's learning rate")
     batch_size: int = knob(16, "training", "trainable turns per update")
-    loss: str = knob("ppo", "training", "row of trainer.LOSSES")
+    loss: str = knob("ppo", "training", "row of trainer.LOSSES: ppo, decoupled")
+    tis_cap: float = knob(AUTO, "training", "bound of pi_p / pi_b with --loss decoupled (auto: 5)")
+    updates_per_batch: int = knob(1, "training", "optimiser updates on each batch")
+    kl_coef: float = knob(0.0, "training", "weight of k3 against the base model")
+    topk: str = knob("", "training", "distil over the teacher's K likeliest tokens and a tail, or "
+                     "over the full vocabulary, instead of the sampled token: K or full")
+    freshness_half_life: float = knob(0.0, "training", "halve a turn's weight with every so many "
+                                      "seconds of its age (0: off)")
     loss_agg: str = knob("sample", "training", "mean over tokens then samples, or over all tokens",
                          ("sample", "token"))
     w_rl: float = knob(1.0, "training", "weight of the score")
@@ -123,7 +130,7 @@ class Config:
     max_staleness: int = knob(4, "training", "oldest turn to train, in updates (-1: any age)")
     max_wait: float = knob(0, "training", "train a smaller batch after this long without a new "
                            "sample, s (0: never)")
-    sync_every: int = knob(1, "training", "updates between weight syncs")
+    sync_every: int = knob(1, "training", "updates between weight syncs, or auto")
 
     gpus: str = knob(AUTO, "hardware", "GPUs for trainer, policy engine, judge engine, "
                      "such as 4,2,2")
@@ -192,6 +199,9 @@ def fill(cfg):
         if getattr(cfg, key) == AUTO:
             setattr(cfg, key, value)
     cfg.preset, cfg.layout = preset, layout_for(cfg.gpus, gpus)
+    if cfg.tis_cap != AUTO and cfg.loss == "ppo":
+        raise Problem("--tis-cap belongs to --loss decoupled: with ppo it would square the ratio")
+    cfg.tis_cap = 5.0 if cfg.tis_cap == AUTO else cfg.tis_cap
     if cfg.gpu_share == AUTO:
         cfg.gpu_share = 0.4 if set(cfg.layout["trainer"]) & set(cfg.layout["policy"]) else 0.85
     if cfg.teacher == AUTO:
@@ -271,7 +281,14 @@ def validate(cfg):
         (cfg.batch_size > 0, "--batch-size must be at least 1"),
         (cfg.max_tokens < cfg.max_model_len, f"--max-tokens {cfg.max_tokens} must be below "
          f"--max-model-len {cfg.max_model_len}"),
-        (cfg.loss == "ppo" or cfg.extra, f"--loss {cfg.loss} is not ppo, and no --extra adds it"),
+        (cfg.loss in ("ppo", "decoupled") or cfg.extra,
+         f"--loss {cfg.loss} is not ppo or decoupled, and no --extra adds it"),
+        (cfg.topk in ("", "full") or cfg.topk.isdigit() and 1 <= int(cfg.topk) <= 50,
+         f"--topk {cfg.topk}: a number from 1 to 50, or full"),
+        (not cfg.topk or cfg.teacher == "trainer", f"--topk {cfg.topk} needs --teacher trainer"),
+        (cfg.updates_per_batch > 0, "--updates-per-batch must be at least 1"),
+        (not cfg.kl_coef or cfg.lora_rank or cfg.teacher == "trainer",
+         "--kl-coef with full weights needs --teacher trainer: its frozen copy is the reference"),
         (cfg.schedule in SCHEDULES or cfg.extra, f"--schedule {cfg.schedule} is not one of "
          f"{', '.join(SCHEDULES)}"),
         (cfg.schedule != "windowed" or cfg.window >= cfg.batch_size,
@@ -549,8 +566,8 @@ def check_children(system):
     for child in system.children:
         done = child in (system.trainer, system.users) and child.code() == 0
         if not child.alive() and not done:
-            raise Problem(f"the {child.name} ended (exit code {child.code()}); its last lines, "
-                          f"from {child.log}:\n{child.tail()}")
+            raise Problem(f"the {child.name} ended; its last lines, from {child.log}:\n"
+                          f"{child.tail()}")
     names = {t.name for t in threading.enumerate()}
     for thread in ("proxy", "queue", "judge-0"):
         if system.web and system.trainer and thread not in names:

@@ -57,6 +57,8 @@ def guard(fd, command):
         child.wait(timeout=5)
     if code == 0:
         sys.exit(0)
+    if code is not None:  # for main's error message: KILL below ends this process too
+        print(f"ended with exit code {code}", file=sys.stderr, flush=True)
     time.sleep(0.2)
     os.killpg(0, signal.SIGKILL)
 
@@ -201,14 +203,13 @@ def canary_verdict(t_old, t_new, t_0, e_new, e_0, base_gap, exact):
     exact: engine and trainer are both float32, where 0.001 is far above the noise.
     """
     d_new, d_old, change = mean_abs(e_new, t_new), mean_abs(e_new, t_old), mean_abs(t_new, t_old)
-    if exact:
-        return ("wrong" if d_new > 1e-3 else "ok"), d_new
     effect, wanted = mean_abs(e_new, e_0), mean_abs(t_new, t_0)
-    if d_new > 2 * base_gap + 0.02 or (wanted > base_gap and not 0.5 <= effect / wanted <= 2):
+    if exact and d_new > 1e-3:
+        return "wrong", d_new
+    if not exact and (d_new > 2 * base_gap + 0.02 or (change >= 1e-4 and d_new > d_old)
+                      or (wanted > base_gap and not 0.5 <= effect / wanted <= 2)):
         return "suspicious", d_new
-    if change < 1e-4:
-        return "unchanged", d_new
-    return ("suspicious" if d_new > d_old else "ok"), d_new
+    return ("unchanged" if change < 1e-4 else "ok"), d_new
 
 
 class Sync:

@@ -22,6 +22,7 @@ pi the current one (logp), T the teacher (teacher_logp), r the score. N counts r
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import sys
 import time
@@ -80,9 +81,9 @@ def cut(lengths, budget):
     >>> cut([10, 3, 4, 9], budget=20)
     [[1, 2], [3, 0]]
     """
-    out = [[]]
+    out = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if out[-1] and lengths[i] * (len(out[-1]) + 1) > budget:
+        if not out or lengths[i] * (len(out[-1]) + 1) > budget:
             out.append([])
         out[-1].append(i)
     return out
@@ -92,10 +93,10 @@ def cut(lengths, budget):
 
 
 class Policy(torch.nn.Module):
-    """A causal language model whose forward gives the log-probs of chosen tokens, and nothing else.
+    """A causal language model whose forward gives what `read` makes of the response tokens' logits,
+    by default their log-probs, and nothing else: logp_t = log softmax(logits_t / T)[target_t].
 
-    logp_t = log softmax(logits_t / temperature)[target_t]. The vocabulary is only ever multiplied
-    with `chunk` response tokens at a time.
+    Only `chunk` response tokens at a time meet the vocabulary.
     """
 
     def __init__(self, lm, temperature, chunk=2048):
@@ -105,22 +106,80 @@ class Policy(torch.nn.Module):
     def causal(self):
         return self.lm.get_base_model() if hasattr(self.lm, "peft_config") else self.lm
 
-    def forward(self, batch, temperature=None):
-        """Batch -> logp (N,) in float32."""
-        causal, temperature = self.causal(), temperature or self.temperature
-        hidden = causal.base_model(input_ids=batch.ids,
-                                   use_cache=False).last_hidden_state  # (B, T, H)
-        hidden, head = hidden[batch.rows, batch.cols], causal.get_output_embeddings()  # (N, H)
-        pieces = zip(hidden.split(self.chunk), batch.targets.split(self.chunk), strict=True)
-        if len(hidden) <= self.chunk:
-            return torch.cat([token_logp(head, h, y, temperature) for h, y in pieces])
-        return torch.cat([torch.utils.checkpoint.checkpoint(  # logits again in the backward pass
-            token_logp, head, h, y, temperature, use_reentrant=False) for h, y in pieces])
+    def head(self):
+        return self.causal().get_output_embeddings()
+
+    def forward(self, batch, temperature=None, read=None):
+        """Batch -> logp (N,) in float32, or the tensors (N, ...) that `read` returns."""
+        temperature, head = temperature or self.temperature, self.head()
+        hidden = self.causal().base_model(input_ids=batch.ids,
+                                          use_cache=False).last_hidden_state  # (B, T, H)
+        hidden = hidden[batch.rows, batch.cols]  # (N, H)
+
+        def piece(h, at):
+            return (read or chosen(batch.targets))(h, lambda: head(h).float() / temperature, at)
+
+        spans = [slice(i, i + self.chunk) for i in range(0, len(hidden), self.chunk)]
+        if len(spans) == 1:
+            outs = [piece(hidden, spans[0])]
+        else:  # the logits are made again in the backward pass
+            outs = [torch.utils.checkpoint.checkpoint(piece, hidden[at], at, use_reentrant=False)
+                    for at in spans]
+        joined = tuple(torch.cat(column) for column in zip(*outs, strict=True))
+        return joined if read else joined[0]
 
 
-def token_logp(head, hidden, targets, temperature):
-    logits = head(hidden).float() / temperature  # (n, V)
-    return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)  # (n,)
+# What a forward pass may read. h (n, H) hidden states, logits() (n, V), at: which of the N tokens.
+
+
+def chosen(targets):
+    """Log-probs (n,) of the tokens themselves."""
+
+    def read(h, logits, at):
+        z = logits()  # (n, V)
+        return (z.gather(1, targets[at, None])[:, 0] - z.logsumexp(1),)
+
+    return read
+
+
+def hidden_only(h, logits, at):
+    """The teacher's hidden states (n, H): its whole distribution, if one has its head."""
+    return (h,)
+
+
+def top(k):
+    """The k most likely tokens, (n, k) log-probs and (n, k) ids."""
+
+    def read(h, logits, at):
+        z = logits()  # (n, V)
+        best, ids = z.topk(k)  # (n, k)
+        return best - z.logsumexp(1, keepdim=True), ids
+
+    return read
+
+
+def distilled_top(targets, teacher_logp, teacher_ids):
+    """logp (n,) and reverse KL (n,) over the teacher's K tokens (N, K) and one tail bin."""
+
+    def read(h, logits, at):
+        z = logits()  # (n, V)
+        norm = z.logsumexp(1, keepdim=True)  # (n, 1)
+        student = z.gather(1, teacher_ids[at]) - norm  # (n, K)
+        return (z.gather(1, targets[at, None]) - norm)[:, 0], tail_kl(student, teacher_logp[at])
+
+    return read
+
+
+def distilled_full(targets, teacher_hidden, teacher_head, temperature):
+    """logp (n,) and reverse KL (n,) over the whole vocabulary; teacher_hidden (N, H)."""
+
+    def read(h, logits, at):
+        student = logits().log_softmax(1)  # (n, V)
+        with torch.no_grad():
+            teacher = (teacher_head(teacher_hidden[at]).float() / temperature).log_softmax(1)
+        return student.gather(1, targets[at, None])[:, 0], reverse_kl(student, teacher)
+
+    return read
 
 
 # ---------------------------------------------------------------------------- advantages and losses
@@ -159,7 +218,40 @@ def ppo(logp, prox_logp, rollout_logp, advantage, cfg):
     return clipped(ratio(logp, rollout_logp), advantage, cfg)
 
 
-LOSSES = {"ppo": ppo}  # ABLATE: --extra may add rows; same arguments, same result
+def decoupled(logp, prox_logp, rollout_logp, advantage, cfg):
+    """Decoupled PPO (AReaL, Fu 2025), with one update per batch truncated importance sampling (TIS,
+    Yao 2025):  w * max(-u A, -clip(u) A), u = pi / pi_p, w = min(pi_p / pi_b, C) detached."""
+    weight = ratio(prox_logp, rollout_logp).clamp(max=cfg.tis_cap).detach()  # (N,)
+    loss, took = clipped(ratio(logp, prox_logp), advantage, cfg)
+    return weight * loss, took
+
+
+LOSSES = {"ppo": ppo, "decoupled": decoupled}  # ABLATE: --extra adds rows; same arguments, results
+
+
+def k3(logp, ref_logp):
+    """exp(x) - 1 - x, x = ref_logp - logp: unbiased positive KL(pi || ref) (Schulman 2020). (N,)"""
+    x = (ref_logp - logp).clamp(-20, 20)
+    return x.exp() - 1 - x
+
+
+def reverse_kl(student, teacher):
+    """KL(pi || T) = sum_v pi_v (log pi_v - log T_v); log-probs (n, V) -> (n,)"""
+    return (student.exp() * (student - teacher)).sum(1)
+
+
+def log_tail(logp):
+    """log(1 - sum_k p_k) of K log-probs (n, K) -> (n, 1). The plain form is -inf for sure tokens:
+    log(-expm1(min(logsumexp(logp), -1e-6)))."""
+    total = logp.logsumexp(1, keepdim=True).clamp(max=-1e-6)
+    return (-torch.expm1(total)).log()
+
+
+def tail_kl(student, teacher):
+    """Reverse KL over the teacher's K tokens and one bin for all others; (n, K) -> (n,). Without
+    the bin the loss would only raise the entropy."""
+    return reverse_kl(torch.cat([student, log_tail(student)], 1),
+                      torch.cat([teacher, log_tail(teacher)], 1))
 
 
 def token_weights(counts, agg):
@@ -231,83 +323,154 @@ class Trainer:
 
     # ---- forward passes
 
-    def logp(self, prompts, responses, model=None, temperature=None):
-        """Log-probs without gradient, in micro-batches -> list of (R,) tensors, in order."""
+    def each(self, prompts, responses, model=None, temperature=None, read=None):
+        """Forward without gradient, in micro-batches -> per turn the tuple that `read` gives, each
+        tensor (R, ...), in the given order."""
         lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
         out = [None] * len(lengths)
         with torch.no_grad(), self.acc.autocast():
             for part in cut(lengths, self.cfg.token_budget):
                 batch = collate([prompts[i] for i in part], [responses[i] for i in part],
                                 self.device)
-                flat = (model or self.model)(batch, temperature).cpu()  # (N,)
-                pieces = flat.split([len(responses[i]) for i in part])
-                for i, piece in zip(part, pieces, strict=True):
-                    out[i] = piece
+                flat = (model or self.model)(batch, temperature, read or chosen(batch.targets))
+                sizes = [len(responses[i]) for i in part]
+                columns = [column.cpu().split(sizes) for column in flat]
+                for i, row in zip(part, zip(*columns, strict=True), strict=True):
+                    out[i] = row
         return out
 
-    def teacher_logp(self, turns):
-        """log-probs (R,) of the original responses under their hinted prompts: the policy with its
-        adapter off, or a frozen copy. Same arithmetic and temperature as the student."""
-        prompts = [hinted_prompt(t) for t in turns]
-        replies = [t["response_ids"] for t in turns]
+    def logp(self, prompts, responses, model=None, temperature=None):
+        """Log-probs without gradient -> list of (R,) tensors."""
+        return [row[0] for row in self.each(prompts, responses, model, temperature)]
+
+    @contextlib.contextmanager
+    def base(self):
+        """The untouched model: the frozen copy, or the policy with its adapter off."""
         if self.teacher is not None:
-            return self.logp(prompts, replies, self.teacher)
-        with self.policy.lm.disable_adapter():
-            return self.logp(prompts, replies)
+            yield self.teacher
+        else:
+            with self.policy.lm.disable_adapter():
+                yield self.model
+
+    def attach(self, turns):
+        """What the step needs of the base model and of the policy before it: teacher and reference.
+
+        The teacher scores the original response ids under their hinted prompts, with the student's
+        arithmetic and temperature.
+        """
+        cfg, todo = self.cfg, [t for t in turns if t["distil"] and t["teacher_logp"] is None]
+        reads = {"": None, "full": hidden_only}
+        read = reads[cfg.topk] if cfg.topk in reads else top(int(cfg.topk))
+        if not todo and not cfg.kl_coef:
+            return
+        with self.base() as model:
+            rows = self.each([hinted_prompt(t) for t in todo], [t["response_ids"] for t in todo],
+                             model, read=read)
+            for turn, row in zip(todo, rows, strict=True):
+                turn["teacher_top" if cfg.topk else "teacher_logp"] = row if cfg.topk else row[0]
+            if cfg.kl_coef:
+                refs = self.logp([t["prompt_ids"] for t in turns],
+                                 [t["response_ids"] for t in turns], model)
+                for turn, ref in zip(turns, refs, strict=True):
+                    turn["ref_logp"] = ref
 
     # ---- one step
 
     def train(self, turns):
-        """One optimiser update on a batch of turns (dicts) -> metrics. All ranks call it alike."""
-        cfg, world = self.cfg, self.acc.num_processes
-        attach_teacher(self, turns)
+        """--updates-per-batch optimiser updates on a batch of turns (dicts) -> metrics. All ranks
+        call it alike."""
+        cfg = self.cfg
+        self.attach(turns)
         weights = token_weights([len(t["response_ids"]) for t in turns], cfg.loss_agg)
         for turn, weight in zip(turns, weights, strict=True):
-            turn["weight"] = weight
+            turn["weight"], turn["prox_logp"] = weight * freshness(turn, cfg), None
+        stats = Stats()
+        for _ in range(cfg.updates_per_batch):
+            grad_norm = self.update(turns, stats)
+        return {**stats.gather(self.acc), "grad_norm": grad_norm}
+
+    def update(self, turns, stats):
+        """One optimiser update over all micro-batches -> gradient norm before clipping."""
+        world = self.acc.num_processes
         lengths = [len(t["prompt_ids"]) + len(t["response_ids"]) for t in turns]
-        parts = [[turns[i] for i in part] for part in cut(lengths, cfg.token_budget)]
+        parts = [[turns[i] for i in part] for part in cut(lengths, self.cfg.token_budget)]
         real = len(parts)
         parts += [parts[0]] * (-real % world)  # KEEP: all ranks run the same number, or they hang
-        stats = Stats()
         self.optimiser.zero_grad()
         for k in range(self.acc.process_index, len(parts), world):
             last = k + world >= len(parts)
             with contextlib.nullcontext() if last else self.acc.no_sync(self.model):
                 self.micro(parts[k], stats, dummy=k >= real)
-        grad_norm = self.acc.clip_grad_norm_(self.model.parameters(), cfg.max_grad_norm)
+        grad_norm = self.acc.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm)
         self.optimiser.step()
         self.step += 1
-        return {**stats.gather(self.acc), "grad_norm": float(grad_norm)}
+        return float(grad_norm)
 
     def micro(self, turns, stats, dummy):
         """Forward, loss and backward of one micro-batch; a dummy one has loss 0."""
         cfg = self.cfg
         batch = collate([t["prompt_ids"] for t in turns], [t["response_ids"] for t in turns],
                         self.device)
-        logp = self.model(batch)  # (N,)
-        prox_logp = logp.detach()  # (N,) one update per batch: pi_p is pi itself
+        logp, distance = self.forward(batch, turns)  # (N,) and, with --topk, (N,)
+        if turns[0]["prox_logp"] is None:  # pi_p is pi before the first update
+            sizes = [len(t["response_ids"]) for t in turns]
+            for turn, piece in zip(turns, logp.detach().split(sizes), strict=True):
+                turn["prox_logp"] = piece
+        prox_logp = self.flat(turns, lambda t: t["prox_logp"])  # (N,)
         rollout_logp = self.flat(turns, lambda t: t["rollout_logp"])  # (N,)
-        teacher_logp = self.flat(
-            turns, lambda t: t["teacher_logp"] or [0.0] * len(t["response_ids"]))  # (N,)
+        teacher_logp = self.flat(turns, lambda t: zeros(t, t["teacher_logp"]))  # (N,)
         r = self.spread(turns, lambda t: t["r"] or 0.0)  # (N,)
-        distil = self.spread(turns, lambda t: t["distil"])  # (N,)
-        advantage = advantages(r, distil, teacher_logp, prox_logp, cfg)  # (N,)
+        distil = self.spread(turns, lambda t: t["distil"]).bool()  # (N,)
+        by_token = distil & (distance is None)  # with --topk the hint part is a loss of its own
+        advantage = advantages(r, by_token, teacher_logp, prox_logp, cfg)  # (N,)
         loss, was_clipped = LOSSES[cfg.loss](logp, prox_logp, rollout_logp, advantage, cfg)  # (N,)
-        weight = self.spread(turns, lambda t: t["weight"])  # (N,)
-        total = (loss * weight).sum() * (0.0 if dummy else 1.0)
+        if distance is not None:
+            loss = loss + cfg.w_opd * torch.where(distil, distance, torch.zeros_like(distance))
+        if cfg.kl_coef:
+            near = ratio(logp, rollout_logp).clamp(max=cfg.tis_cap).detach()  # (N,)
+            ref_logp = self.flat(turns, lambda t: t["ref_logp"])  # (N,)
+            loss = loss + cfg.kl_coef * near * k3(logp, ref_logp)
+        total = (loss * self.spread(turns, lambda t: t["weight"])).sum() * (0.0 if dummy else 1.0)
         if not dummy:
             slope = torch.autograd.grad(total, logp, retain_graph=True)[0]  # (N,) each token's pull
-            stats.add(batch, turns, total.detach(), slope, logp.detach(), rollout_logp,
+            pulls = slope.abs() + (0 if distance is None else distil.float())
+            stats.add(batch, turns, total.detach(), pulls, logp.detach(), rollout_logp,
                       was_clipped, advantage, self.step)
         # DDP and FSDP average over ranks; the weights above are those of the whole step.
         self.acc.backward(total * self.acc.num_processes)
 
+    def forward(self, batch, turns):
+        """-> logp (N,) and, with --topk, the reverse KL to the teacher (N,), else None."""
+        if not self.cfg.topk:
+            return self.model(batch), None
+        columns = [torch.cat([self.top_of(t, k) for t in turns]).to(self.device)
+                   for k in range(1 if self.cfg.topk == "full" else 2)]
+        if self.cfg.topk == "full":
+            with self.base() as model:
+                head = self.acc.unwrap_model(model).head()
+            read = distilled_full(batch.targets, columns[0], head, self.cfg.temperature)
+        else:
+            read = distilled_top(batch.targets, *columns)
+        return self.model(batch, read=read)
+
+    def top_of(self, turn, k):
+        """Column k of a turn's teacher (R, ...); a turn without a hint gets one of weight 0."""
+        if turn.get("teacher_top") is not None:
+            return torch.as_tensor(turn["teacher_top"][k])
+        n = len(turn["response_ids"])
+        if self.cfg.topk == "full":
+            return torch.zeros(n, self.policy.head().weight.shape[1])
+        width = int(self.cfg.topk)
+        return torch.zeros(n, width).long() if k else torch.full((n, width), -math.log(2 * width))
+
     def flat(self, turns, values):
-        return torch.tensor([x for t in turns for x in values(t)], device=self.device)
+        """Per turn R numbers -> (N,) on the device."""
+        return torch.cat([torch.as_tensor(values(t), dtype=torch.float32) for t in turns]).to(
+            self.device)
 
     def spread(self, turns, value):
         """One number per turn -> one per response token (N,)."""
-        return self.flat(turns, lambda t: [value(t)] * len(t["response_ids"]))
+        return self.flat(turns, lambda t: [float(value(t))] * len(t["response_ids"]))
 
     # ---- weights on disk
 
@@ -344,12 +507,16 @@ def hinted_prompt(turn):
     return turn["hinted_prompt_ids"][turn["hints"].index(turn["hint"])]
 
 
-def attach_teacher(trainer, turns):
-    """Fill in teacher_logp (R,) of the turns that distil and came without one."""
-    todo = [t for t in turns if t["distil"] and t["teacher_logp"] is None]
-    if todo:
-        for turn, logp in zip(todo, trainer.teacher_logp(todo), strict=True):
-            turn["teacher_logp"] = logp.tolist()
+def zeros(turn, values):
+    return [0.0] * len(turn["response_ids"]) if values is None else values
+
+
+def freshness(turn, cfg):
+    """--freshness-half-life S: 2^(-seconds since the reply / S), else 1. The sum is still divided
+    by the number of samples, or an old batch would not be damped at all."""
+    if not cfg.freshness_half_life:
+        return 1.0
+    return 2.0 ** (-max(0.0, time.time() - turn["finished"]) / cfg.freshness_half_life)
 
 
 class Stats:
@@ -361,11 +528,11 @@ class Stats:
     def __init__(self):
         self.sums = dict.fromkeys(self.KEYS, 0.0)
 
-    def add(self, batch, turns, total, slope, logp, rollout_logp, was_clipped, advantage, version):
+    def add(self, batch, turns, total, pulls, logp, rollout_logp, was_clipped, advantage, version):
         x = logp - rollout_logp  # (N,) unclamped: diagnostics show what is there
         fresh = [t["version_start"] == t["version_end"] == version for t in turns]
         is_fresh = torch.tensor(fresh, device=x.device)[batch.rows]  # (N,)
-        live = torch.zeros(len(turns), device=x.device).index_add_(0, batch.rows, slope.abs()) > 0
+        live = torch.zeros(len(turns), device=x.device).index_add_(0, batch.rows, pulls) > 0
         sums = {"tokens": len(x), "turns": len(turns), "loss": total,
                 "ratio": x.clamp(max=80).exp().sum(), "clipped": was_clipped.sum(),
                 "kl": (x.clamp(max=80).exp() - 1 - x).sum(), "advantage": advantage.sum(),
@@ -499,8 +666,8 @@ def run(cfg):
         metrics, synced = None, None
         if lease["turns"]:
             metrics = {"wait_s": time.monotonic() - idle_since, **step(service, lease["turns"])}
-            unsynced += 1
-        if unsynced and (unsynced >= cfg.sync_every or lease["stop"]):
+            unsynced += cfg.updates_per_batch
+        if unsynced and (lease["stop"] or sync_due(service, unsynced)):
             synced = service.push()
             unsynced = 0 if synced else unsynced
         if metrics:
@@ -512,6 +679,16 @@ def run(cfg):
         else:
             time.sleep(0.5)  # "nothing yet" went around too: no rank may wait in a collective
     trainer.acc.end_training()
+
+
+def sync_due(service, unsynced):
+    """--sync-every n, or auto: when less than a batch waits (the trainer has caught up), or when
+    max(1, eta) updates are not served yet."""
+    cfg = service.cfg
+    if cfg.sync_every != "auto":
+        return unsynced >= cfg.sync_every
+    ready = service.share(lambda: service.queue.status()["ready"])
+    return ready < cfg.batch_size or unsynced >= max(1, cfg.max_staleness)
 
 
 def step(service, turns):
@@ -531,7 +708,7 @@ def report(service, lease, metrics, synced):
     """One line and one decoded turn on screen, the same in metrics.jsonl and the trackers."""
     cfg, trainer = service.cfg, service.trainer
     turns, window, status = lease["turns"], lease["window"], service.queue.status()
-    ages = [trainer.step - 1 - t["version_start"] for t in turns]
+    ages = [trainer.step - cfg.updates_per_batch - t["version_start"] for t in turns]
     row = {"step": trainer.step, "version": status["version"], **window, **metrics,
            "turns": len(turns), "logp_gap": synced.get("logp_gap"), "canary": synced.get("canary"),
            "age_mean": sum(ages) / len(ages), "age_max": max(ages),

@@ -30,7 +30,8 @@ class Line(SampleQueue):
         base = dict(batch_size=2, max_staleness=4, schedule="greedy", window=4, max_wait=0,
                     at_least_one=True)
         self.now, self.made = 100.0, {}
-        super().__init__(SimpleNamespace(**base | cfg), TurnLog(path), Policy("base"), lambda: self.now)
+        cfg = SimpleNamespace(**base | cfg)
+        super().__init__(cfg, TurnLog(path), Policy("base"), lambda: self.now)
 
     def make(self, name, **fields):
         turn = self.made[name] = Turn(name, fields.pop("session", "s"), **fields)
@@ -45,7 +46,7 @@ class Line(SampleQueue):
         for name in names:
             self.now += 1
             turn = self.made[name]
-            turn.score, turn.votes, turn.judged_at, turn.paired_at = score, [score], self.now, self.now - 1
+            turn.score, turn.votes = score, [score]
             self.resolve(turn, reason)
 
     def got(self, n=2):
@@ -59,7 +60,7 @@ class Line(SampleQueue):
         return {name: t.fate for name, t in self.made.items()}
 
 
-# ---------------------------------------------------------------------------------------------- order
+# -------------------------------------------------------------------------------------------- order
 
 
 def test_greedy_trains_in_the_order_of_judging():
@@ -94,12 +95,12 @@ def test_windowed_takes_resolved_turns_among_the_first_places():
     assert line.got() == ["b", "e"], "leased places are not in the way"
 
 
-# --------------------------------------------------------------------------------- age, overload, wait
+# ------------------------------------------------------------------------------ age, overload, wait
 
 
 def test_age_is_checked_at_dequeue():
-    """G1: limit 1, version 5: turns of versions 5 and 4 are kept, 3 is dropped, though all were young
-    when they came in."""
+    """G1: limit 1, version 5: turns of versions 5 and 4 are kept, 3 is dropped, though all were
+    young when they came in."""
     line = Line(max_staleness=1)
     for name, version in (("old", 3), ("edge", 4), ("new", 5)):
         line.add(name, version_start=version)
@@ -134,8 +135,8 @@ def test_stale_turns_are_dropped_only_when_judged_and_free():
 
 
 def test_overload():
-    """Once (eta + 1) batches are judging or waiting, further turns are dropped as `overload`; places
-    that are leased do not count."""
+    """Once (eta + 1) batches are judging or waiting, further turns are dropped as `overload`;
+    places that are leased do not count."""
     line = Line(max_staleness=1)
     assert line.add("a", "b", "c", "d", "e") == [True] * 4 + [False]
     assert line.full() and line.fates()["e"] == "overload"
@@ -147,8 +148,8 @@ def test_overload():
 
 
 def test_max_wait_trains_a_smaller_batch():
-    """After S seconds without a new sample the batch is trained as it is; an empty one is skipped; a
-    sample that comes starts the wait anew, and so does a step."""
+    """After S seconds without a new sample the batch is trained as it is; an empty one is skipped;
+    a sample that comes starts the wait anew, and so does a step."""
     line = Line(max_wait=10, batch_size=3)
     assert line.quiet() == 0 and line.got(3) == []
     line.add("a", "b", "c", "d")
@@ -166,7 +167,7 @@ def test_max_wait_trains_a_smaller_batch():
     assert line.quiet() == 0 and line.got(3) == []
 
 
-# ------------------------------------------------------------------------------------ lease and commit
+# --------------------------------------------------------------------------------- lease and commit
 
 
 def test_lease_commit_release():
@@ -210,8 +211,8 @@ def test_stop_leases_nothing():
 
 
 def test_window_counts_every_judged_turn_once():
-    """reward_mean is over all judged turns since the last step, dropped ones too. Those judged between
-    lease and commit belong to the next step. Once a bug: commit wiped them unseen."""
+    """reward_mean is over all judged turns since the last step, dropped ones too. Those judged
+    between lease and commit belong to the next step. Once a bug: commit wiped them unseen."""
     line = Line()
     line.add("a", "b", "c", "d", "e", "f")
     line.judge("a", "b", score=1)
@@ -243,8 +244,8 @@ def test_window_survives_a_release():
 
 
 def test_at_least_one_knows_effective_sessions():
-    """--at-least-one asks whether a turn of the session judged before gave a sample; a dropped one or
-    another session does not count."""
+    """--at-least-one asks whether a turn of the session judged before gave a sample; a dropped one
+    or another session does not count."""
     line = Line()
     line.add("a", "b", session="s")
     line.add("c", session="other")
@@ -271,12 +272,12 @@ def test_feedback_is_accepted_until_the_lease():
     assert line.depths()["leased"] == 2, "a late judge cannot take a leased turn away"
 
 
-# --------------------------------------------------------------------------------- random interleavings
+# ----------------------------------------------------------------------------- random interleavings
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Users, judges, a trainer that dies and feedback, in any order. `fate` is what each turn must have
-    become; `where` is our own, naive, account of the line."""
+    """Users, judges, a trainer that dies and feedback, in any order. `fate` is what each turn must
+    have become; `where` is our own, naive, account of the line."""
 
     @initialize(schedule=st.sampled_from(["greedy", "fifo", "windowed"]), limit=st.integers(-1, 2),
                 max_wait=st.sampled_from([0, 3]))
@@ -386,12 +387,12 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.__doc__ = "G5: no turn lost, none trained twice, one fate each, and the order rules hold."
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, database=None,
-                                 suppress_health_check=[HealthCheck.too_slow])
+TestAnyOrder.__doc__ = "G5: no turn lost, none trained twice, one fate each; order rules hold."
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None,
+                                 database=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-# ------------------------------------------------------------------------- over the real manager socket
+# --------------------------------------------------------------------- over the real manager socket
 
 
 def trainer(env, do):
@@ -437,10 +438,11 @@ def train_all():
 
 
 def test_trainer_killed_twice(tmp_path):
-    """G5: 20 turns in; the trainer is killed in mid-step, another one after a commit and in its next
-    step, a third trains the rest: 20 fates out, no turn lost or trained twice. A blocking get() would
-    have lost the turns that were on their way to the dead process. Once a bug: the server in use was the
-    library's own, which never said that a connection had ended, so leased turns stayed leased."""
+    """G5: 20 turns in; the trainer is killed in mid-step, another one after a commit and in its
+    next step, a third trains the rest: 20 fates out, no turn lost or trained twice. A blocking
+    get() would have lost the turns that were on their way to the dead process. Once a bug: the
+    server in use was the library's own, which never said that a connection had ended, so leased
+    turns stayed leased."""
     line = Line(tmp_path / "turns.jsonl", max_staleness=9)
     server, env = main.serve_line(line, tmp_path)
     assert os.stat(env["OPENCLAW_QUEUE"]).st_mode & 0o777 == 0o600
