@@ -474,33 +474,36 @@ class Trainer:
 
     # ---- weights on disk
 
-    def save_adapter(self, folder):
-        """PEFT adapter -> folder; checks that every adapter tensor of the model is in the file."""
-        from peft import get_peft_model_state_dict
+    def state(self):
+        """Whole tensors by the model's own names. KEEP: on all ranks, or FSDP's gather hangs."""
+        state = self.acc.get_state_dict(self.model)
+        return {k.removeprefix("lm."): v for k, v in state.items()}
 
-        lm = self.policy.lm
-        state = {k: v.contiguous().cpu() for k, v in get_peft_model_state_dict(lm).items()}
+    def save_adapter(self, folder, state=None):
+        """PEFT adapter -> folder; checks that every adapter tensor of the model is in the file."""
+        state, lm = state or self.state(), self.policy.lm
+        trained = [n for n, p in lm.named_parameters() if p.requires_grad]
         folder.mkdir(parents=True)
         lm.peft_config["default"].save_pretrained(folder)
-        save_file(state, folder / "adapter_model.safetensors")
-        expected = [n.replace(".default", "") for n, p in lm.named_parameters() if p.requires_grad]
-        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-            check_names(file.keys(), expected)
+        write(folder / "adapter_model.safetensors", [n.replace(".default", "") for n in trained],
+              {k.replace(".default", ""): v for k, v in state.items() if "lora_" in k})
 
-    def save_full(self, folder):
+    def save_full(self, folder, state=None):
         """All weights in the engine's dtype -> folder/model.safetensors -> bytes written."""
-        dtype, lm = getattr(torch, self.cfg.engine_dtype), self.policy.lm
+        state, lm = state or self.state(), self.policy.lm
         tied = (set(getattr(lm, "_tied_weights_keys", None) or ())
-                if lm.config.tie_word_embeddings else ())
-        state = {k.removeprefix("lm."): v.to(dtype).contiguous().cpu()
-                 for k, v in self.acc.get_state_dict(self.model).items()}
-        state = {k: v for k, v in state.items() if k not in tied}
-        path = folder / "model.safetensors"
-        save_file(state, path, metadata={"format": "pt"})
-        expected = {n for n, _ in lm.named_parameters()} - set(tied)
-        with safe_open(path, "pt") as file:
-            check_names(file.keys(), expected)
-        return path.stat().st_size
+                if lm.config.tie_word_embeddings else set())
+        dtype, names = getattr(torch, self.cfg.engine_dtype), {n for n, _ in lm.named_parameters()}
+        return write(folder / "model.safetensors", names - tied,
+                     {k: v.to(dtype) for k, v in state.items() if k not in tied})
+
+
+def write(path, expected, state):
+    """Tensors -> file, read back by name -> its size in bytes."""
+    save_file({k: v.contiguous().cpu() for k, v in state.items()}, path, {"format": "pt"})
+    with safe_open(path, "pt") as file:
+        check_names(file.keys(), expected)
+    return path.stat().st_size
 
 
 def hinted_prompt(turn):
@@ -629,14 +632,29 @@ class Service:
             return None
         start, version, t_new, done = time.monotonic(), self.trainer.step, self.trainer_canary(), {}
         waited, self.blocked = start - (self.blocked or start), None
+        state = self.trainer.state()
         if self.cfg.lora_rank and self.boss:
             folder = Path(self.cfg.run_dir) / "adapters" / f"v{version}"
-            self.trainer.save_adapter(folder)
+            self.trainer.save_adapter(folder, state)
             done = self.sync.push_lora(version, folder, t_new)
         elif self.boss:
-            done = self.sync.push_full(version, self.trainer.save_full, self.cfg.run_dir, t_new)
+            done = self.sync.push_full(version, lambda f: self.trainer.save_full(f, state),
+                                       self.cfg.run_dir, t_new)
         self.trainer.acc.wait_for_everyone()
         return {**done, "sync_wait_s": waited, "check_s": time.monotonic() - start}
+
+    def keep(self):
+        """Full weights are swapped through memory; the last version stays in the run directory,
+        as a model folder that vLLM and transformers load. (Adapters are there already.)"""
+        if self.cfg.lora_rank or not self.trainer.step:
+            return
+        state, folder = self.trainer.state(), Path(self.cfg.run_dir) / "weights"
+        if self.boss:
+            folder /= f"v{self.trainer.step}"
+            folder.mkdir(parents=True)
+            self.trainer.save_full(folder, state)
+            self.trainer.policy.lm.config.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
 
 
 # ----------------------------------------------------------------------------------------- the loop
@@ -678,6 +696,7 @@ def run(cfg):
             break
         else:
             time.sleep(0.5)  # "nothing yet" went around too: no rank may wait in a collective
+    service.keep()
     trainer.acc.end_training()
 
 

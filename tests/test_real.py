@@ -93,6 +93,8 @@ def test_two_updates_end_to_end(tmp_path, rank):
     assert (run / "turns.jsonl").stat().st_mode & 0o777 == 0o600
     assert (run / "curve.png").stat().st_size > 10_000
     assert not list(Path("/dev/shm").glob("nano-openclaw-*"))
+    kept = run / ("adapters/v2/adapter_config.json" if rank else "weights/v2/config.json")
+    assert kept.exists()
 
 
 # ------------------------------------------------------------ clients, Ctrl-C, kill -9, refusals
