@@ -3,8 +3,8 @@
 Place in the system: judge.py's `SampleQueue` (in main) -> this script, an accelerate program
 of 1..N ranks -> sync.py -> vLLM. Only rank 0 talks to main; the other ranks follow its broadcasts.
 
-Run it alone: `python trainer.py RUN_DIR` with OPENCLAW_QUEUE and OPENCLAW_KEY set, as main does;
-every function below works on plain tensors, so a debugger or a test needs no engine.
+Run it alone: `python trainer.py --replay runs/MINE/turns.jsonl --loss decoupled` trains again on a
+recorded run, without engine or judge. main starts it as `python trainer.py RUN_DIR`.
 
 How it differs from the paper and the original:
  1. Tokens and log-probs of the behaviour policy are the engine's own, never recomputed or padded.
@@ -26,7 +26,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.managers import BaseManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ import urllib3
 from accelerate import Accelerator
 from safetensors.torch import safe_open, save_file
 
-from proxy import engine_logp, strip_wrappers
+from proxy import engine_logp, load_turns, strip_wrappers
 from sync import BASE, LORA_TARGETS, Sync, SyncError, check_names
 
 # ------------------------------------------------------------------------- ragged turns -> tensors
@@ -619,6 +619,8 @@ class Service:
 
     def start(self):
         """Version 0: engine and trainer agree on the untouched model, before the first user."""
+        if self.cfg.replay:
+            return
         t_0 = self.trainer_canary()
         if self.boss:
             gap = self.sync.start(t_0)
@@ -627,6 +629,8 @@ class Service:
 
     def push(self):
         """Put the current weights into service -> metrics, or None while all slots are in use."""
+        if self.cfg.replay:
+            return {}
         if self.cfg.lora_rank and not self.share(self.sync.has_slot):
             self.blocked = self.blocked or time.monotonic()
             return None
@@ -668,12 +672,72 @@ def connect():
     return manager.queue()
 
 
+class Recorded:
+    """--replay: the judged turns of a recorded run in place of main's queue. Batch k is what step k
+    trained then, or, with another --batch-size, the next so many turns."""
+
+    def __init__(self, cfg):
+        turns = [t for t in load_turns(cfg.replay).values() if t.fate == "trained"]
+        turns.sort(key=lambda t: t.step)  # stable: the order of the file within a step
+        steps, n = sorted({t.step for t in turns}), cfg.batch_size
+        self.batches = [turns[i : i + n] for i in range(0, len(turns), n)] if cfg.rebatch else [
+            [t for t in turns if t.step == k] for k in steps]
+
+    def lease(self, n):
+        turns = self.batches.pop(0) if self.batches else []
+        return {"turns": [asdict(t) for t in turns], "window": seen(turns), "stop": not turns}
+
+    def commit(self, step, fates):
+        pass
+
+    def status(self):
+        return {"version": 0, "gap_max": 0.0, "ready": sum(map(len, self.batches))}
+
+
+def seen(turns):
+    """The window of a live run, of the trained turns alone: the others were not replayed."""
+    n, votes = max(len(turns), 1), [v for t in turns for v in t.votes]
+    scores = [t.score for t in turns if t.score is not None]
+    return {"judged": len(turns), "reward_mean": sum(scores) / len(scores) if scores else None,
+            "votes": {"plus": votes.count(1), "zero": votes.count(0), "minus": votes.count(-1),
+                      "invalid": votes.count(None)},
+            "hint_rate": sum(t.hint is not None for t in turns) / n,
+            "cut_frac": sum(t.finish_reason == "length" for t in turns) / n,
+            "reply_tokens": sum(len(t.response_ids) for t in turns) / n,
+            "judge_s": 0.0, "dropped": {}, "queue_depth": 0}
+
+
+def replay_config(argv):
+    """--replay RUN/turns.jsonl [--run-dir DIR] [--any-knob value]: the recorded run's config with
+    the given knobs changed."""
+    if len(argv) % 2 or not all(flag.startswith("--") for flag in argv[::2]):
+        sys.exit("trainer: --replay RUN/turns.jsonl [--knob value ...]")
+    given = {k[2:].replace("-", "_"): v for k, v in zip(argv[::2], argv[1::2], strict=True)}
+    path = Path(given.pop("replay"))
+    if not path.is_file() or not (path.parent / "config.json").is_file():
+        sys.exit(f"trainer: --replay {path}: no such file, or no config.json beside it")
+    cfg = load_config(path.parent)
+    cfg.run_dir = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-replay"
+    for key, value in given.items():
+        old = getattr(cfg, key, None)
+        if old is None:
+            sys.exit(f"trainer: --{key.replace('_', '-')} is not a knob of the recorded run")
+        setattr(cfg, key, value == "true" if isinstance(old, bool) else type(old)(value))
+    cfg.replay, cfg.rebatch, cfg.engine_url = str(path), "batch_size" in given, ""
+    if (Path(cfg.run_dir) / "metrics.jsonl").exists():
+        sys.exit(f"trainer: --run-dir {cfg.run_dir} holds a run already; name another one")
+    Path(cfg.run_dir).mkdir(parents=True, exist_ok=True)
+    (Path(cfg.run_dir) / "config.json").write_text(json.dumps(vars(cfg), indent=1))
+    return cfg
+
+
 def run(cfg):
     """Lease, train, commit, sync, until main says stop."""
     from transformers import AutoTokenizer
 
     trainer = Trainer(cfg)
-    queue = connect() if trainer.acc.is_main_process else None
+    source = Recorded(cfg) if cfg.replay else None
+    queue = (source or connect()) if trainer.acc.is_main_process else None
     service = Service(cfg, trainer, queue, AutoTokenizer.from_pretrained(cfg.model))
     service.start()
     if cfg.tracker:
@@ -687,7 +751,7 @@ def run(cfg):
             unsynced += cfg.updates_per_batch
         if unsynced and (lease["stop"] or sync_due(service, unsynced)):
             synced = service.push()
-            unsynced = 0 if synced else unsynced
+            unsynced = 0 if synced is not None else unsynced
         if metrics:
             if service.boss:
                 report(service, lease, metrics, synced or {})
@@ -784,12 +848,13 @@ def load_extra(path):
 
 
 def load_config(run_dir):
-    return SimpleNamespace(**json.loads((Path(run_dir) / "config.json").read_text()))
+    known = json.loads((Path(run_dir) / "config.json").read_text())
+    return SimpleNamespace(**{"replay": "", **known})
 
 
 if __name__ == "__main__":
     sys.modules["trainer"] = sys.modules["__main__"]  # so that --extra files see this very module
-    config = load_config(sys.argv[1])
+    config = replay_config(sys.argv[1:]) if "--replay" in sys.argv else load_config(sys.argv[1])
     if config.extra:
         load_extra(config.extra)
     try:

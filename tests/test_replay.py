@@ -1,0 +1,63 @@
+"""--replay: training again on recorded turns, without engine or judge."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import main
+from proxy import REPLY_FIELDS, Turn, TurnLog
+
+ROOT = Path(main.__file__).parent
+TIMES = ("wait_s", "train_s", "tokens_per_s", "time", "check_s")
+pytestmark = pytest.mark.skipif(not main.DEMO_MODEL.is_dir(), reason="make setup brings the model")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A run directory with two trained steps of two turns, and one turn that was not trained."""
+    run = tmp_path_factory.mktemp("recorded")
+    cfg = main.parse(["--run-dir", str(run), "--engine-dtype", "float32", "--lr", "1e-3"])
+    cfg.engine_url = "http://127.0.0.1:9"
+    main.write_config(cfg)
+    log = TurnLog(run / "turns.jsonl")
+    for i in range(5):
+        turn = Turn(f"t{i}", "s", messages=[{"role": "user", "content": "Why?"}],
+                    prompt_ids=[1, 30 + i, 31], response_ids=[40 + i, 41, 2],
+                    rollout_logp=[-1.0, -2.0, -0.5], finish_reason="stop")
+        log.write(turn, "reply", **{k: getattr(turn, k) for k in REPLY_FIELDS})
+        log.write(turn, "judged", score=-1, votes=[-1], hints=["h"], hint="h", distil=i != 1,
+                  r=-1 if i == 1 else None, hinted_prompt_ids=[[1, 30 + i, 31, 32]],
+                  teacher_logp=None)
+        log.close(turn, "trained" if i < 4 else "stale", step=2 if i < 2 else 1)
+    return run
+
+
+def replay(recorded, out, *flags):
+    done = subprocess.run(
+        [sys.executable, "trainer.py", "--replay", str(recorded / "turns.jsonl"), "--run-dir",
+         str(out), *flags], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+
+
+def test_replay_repeats_the_steps_and_is_deterministic(recorded, tmp_path):
+    """The recorded batches in the order of their steps, only trained turns, the same numbers for
+    the same seed, other ones for another loss."""
+    first, again = (replay(recorded, tmp_path / x) for x in "ab")
+    assert first == again and [r["step"] for r in first] == [1, 2]
+    assert [r["turns"] for r in first] == [2, 2] and first[0]["grad_norm"] > 0
+    other = replay(recorded, tmp_path / "c", "--topk", "full", "--batch-size", "4")
+    assert [r["turns"] for r in other] == [4] and other[0]["loss"] != first[0]["loss"]
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--replay", "/no/such"], "no such file"), (["--replay"], "--knob value"),
+    (["--replay", "{run}/turns.jsonl", "--no-such-knob", "1"], "not a knob")])
+def test_mistakes_end_with_one_sentence(recorded, flags, words):
+    done = subprocess.run([sys.executable, "trainer.py", *(f.format(run=recorded) for f in flags)],
+                          cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and words in done.stderr and "Traceback" not in done.stderr
