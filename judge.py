@@ -23,11 +23,12 @@ import re
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import urllib3
 
-from proxy import JUDGED_FIELDS, engine_logp, render, strip_wrappers, visible
+from proxy import JUDGED_FIELDS, EngineError, engine_logp, render, strip_wrappers, visible
 
 # ------------------------------------------------------------------------------------ parsing votes
 
@@ -145,8 +146,10 @@ def read_until(response, end):
 def llm_votes(http, cfg, turn):
     """-> (score votes, hint votes), each an independent answer of the judge model."""
     n_score, n_hint = vote_counts(cfg)
-    votes = [parse_score(ask(http, cfg, SCORE_TASK, turn)) for _ in range(n_score)]
-    return votes, [parse_hint(ask(http, cfg, HINT_TASK, turn)) for _ in range(n_hint)]
+    tasks = [SCORE_TASK] * n_score + [HINT_TASK] * n_hint
+    with ThreadPoolExecutor(len(tasks)) as pool:  # a turn takes as long as its slowest vote
+        answers = list(pool.map(lambda task: ask(http, cfg, task, turn), tasks))
+    return [parse_score(a) for a in answers[:n_score]], [parse_hint(a) for a in answers[n_score:]]
 
 
 def vote_counts(cfg):
@@ -251,7 +254,10 @@ def judge_turn(turn, cfg, http, engine, rescue=False):
     if cfg.mode != "rl":
         turn.hints = valid_hints(turn.hint_votes)
         if turn.hints:
-            prepare_hint(turn, cfg, http, engine)
+            try:
+                prepare_hint(turn, cfg, http, engine)
+            except (EngineError, urllib3.exceptions.HTTPError):
+                turn.hint_skip = "engine_error"  # the reward part, if any, is still good
     turn.judged_at = time.time()
     hint_ok = turn.hint is not None and turn.hint_skip is None
     turn.r, turn.distil, reason = sample_parts(
@@ -415,11 +421,13 @@ class SampleQueue:
             del self.judged[:seen]
             self.last_sample = self.clock()
 
-    def status(self):
+    def status(self, line=False):
+        """line: the numbers are for a step's line, and a new count of the largest gap begins."""
         with self.lock:
-            return {"version": self.policy.version, "name": self.policy.name,
-                    "open": dict(self.policy.open), "gap_max": self.policy.take_gap(),
-                    **self.depths()}
+            policy, gap = self.policy, self.policy.gap_max
+            policy.gap_max = 0.0 if line else gap
+            return {"version": policy.version, "name": policy.name, "open": dict(policy.open),
+                    "gap_max": gap, **self.depths()}
 
     def publish(self, version, name):
         """name None: an update begins; else: users get `name`, version `version`, from now on."""

@@ -664,7 +664,7 @@ def finish(system):
         "held_out": users.get("held_out"), "requests": requests,
         "reward_first3": mean(rewards[:3]), "reward_last3": mean(rewards[-3:]),
         "sync_s_median": median([r["sync_s"] for r in rows if r["sync_s"]]),
-        "sync_gap_max_s": max([r["sync_gap_max_s"] for r in rows], default=0.0),
+        "sync_gap_max_s": system.policy.gap_run_max,
         "pause_s_max": max([r["pause_s"] for r in rows], default=0.0),
         "wall_s": round(time.time() - system.started, 1), "phases_s": system.phases,
         "train_s": sum(r["train_s"] for r in rows)}

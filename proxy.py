@@ -632,7 +632,8 @@ class Policy:
         self.name, self.version, self.accepting, self.swapping = name, version, False, False
         self.open = Counter()  # engine name -> requests that are open on it
         self.span = (0.0, 0.0)  # start and end of the last weight update
-        self.gap_max, self.held = 0.0, 0
+        self.gap_max = self.gap_run_max = 0.0  # of open streams: since the last line, of the run
+        self.held = 0
 
     def enter(self):
         with self.lock:
@@ -660,11 +661,7 @@ class Policy:
         with self.lock:
             if before < self.span[1] and now > self.span[0]:
                 self.gap_max = max(self.gap_max, now - before)
-
-    def take_gap(self):
-        with self.lock:
-            gap, self.gap_max = self.gap_max, 0.0
-            return gap
+                self.gap_run_max = max(self.gap_run_max, now - before)
 
 
 class Sessions:

@@ -690,7 +690,7 @@ class Recorded:
     def commit(self, step, fates):
         pass
 
-    def status(self):
+    def status(self, line=False):
         return {"version": 0, "gap_max": 0.0, "ready": sum(map(len, self.batches))}
 
 
@@ -790,7 +790,7 @@ def step(service, turns):
 def report(service, lease, metrics, synced):
     """One line and one decoded turn on screen, the same in metrics.jsonl and the trackers."""
     cfg, trainer = service.cfg, service.trainer
-    turns, window, status = lease["turns"], lease["window"], service.queue.status()
+    turns, window, status = lease["turns"], lease["window"], service.queue.status(True)
     ages = [trainer.step - cfg.updates_per_batch - t["version_start"] for t in turns]
     row = {"step": trainer.step, "version": status["version"], **window, **metrics,
            "turns": len(turns), "logp_gap": synced.get("logp_gap"), "canary": synced.get("canary"),
