@@ -646,7 +646,7 @@ def read_json(path, default):
 
 
 def finish(system):
-    """Give every open turn its fate; write summary.json and curve.png."""
+    """Give every open turn its fate; write summary.json."""
     cfg, log = system.cfg, system.log
     system.phase("after" if cfg.simulate else "serving")
     log.close_all("run_ended")
@@ -669,9 +669,6 @@ def finish(system):
         "wall_s": round(time.time() - system.started, 1), "phases_s": system.phases,
         "train_s": sum(r["train_s"] for r in rows)}
     (system.run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
-    if rows:
-        subprocess.run([sys.executable, "examples/plot_run.py", system.run_dir.resolve()], cwd=HERE,
-                       stdout=subprocess.DEVNULL, timeout=60)
     show_end(system, summary)
 
 
@@ -723,6 +720,7 @@ def main(argv=None):
 
 
 def end(system):
+    """Sum up, end the children, and only then take the time to draw."""
     try:
         if system.web:
             finish(system)
@@ -734,6 +732,9 @@ def end(system):
         for folder in Path("/dev/shm").glob("nano-openclaw-*"):
             if not Path(f"/proc/{folder.name.rsplit('-', 1)[1]}").exists():
                 shutil.rmtree(folder, ignore_errors=True)  # of a trainer that was killed
+    if (system.run_dir / "metrics.jsonl").exists():
+        subprocess.run([sys.executable, "examples/plot_run.py", system.run_dir.resolve()], cwd=HERE,
+                       stdout=subprocess.DEVNULL, timeout=60)
 
 
 if __name__ == "__main__":

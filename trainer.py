@@ -26,6 +26,7 @@ import math
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing.managers import BaseManager
 from pathlib import Path
@@ -594,7 +595,7 @@ class Service:
         # gloo: an idle NCCL broadcast keeps the GPUs busy
         self.group = torch.distributed.new_group(backend="gloo") if many else None
         self.prompts, self.replies = canary_ids(tokenizer)
-        self.http = urllib3.PoolManager(retries=False,
+        self.http = urllib3.PoolManager(retries=False, maxsize=len(CANARY),
                                         timeout=urllib3.Timeout(connect=10, read=300))
         self.sync = Sync(cfg, cfg.engine_url, queue, self.engine_canary)
         self.sync.weight_bytes = 4 * sum(p.numel() for p in trainer.policy.parameters())
@@ -609,9 +610,10 @@ class Service:
 
     def engine_canary(self, name):
         """The engine's canary log-probs under one of its model names."""
-        pairs = zip(self.prompts, self.replies, strict=True)
-        return [x for p, r in pairs
-                for x in engine_logp(self.http, self.cfg.engine_url, name, p, r)]
+        with ThreadPoolExecutor(len(self.prompts)) as pool:  # at once: one step of the engine
+            scored = pool.map(lambda p, r: engine_logp(self.http, self.cfg.engine_url, name, p, r),
+                              self.prompts, self.replies)
+            return [x for logp in scored for x in logp]
 
     def trainer_canary(self):
         """The same under the trainer's current weights, about 90 tokens."""

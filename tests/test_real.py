@@ -127,7 +127,7 @@ def test_clients_and_ctrl_c(tmp_path):
         wait_for(lambda: "step   1 v1" in screen(tmp_path), 120, "a step")
     finally:
         process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=15) == 0
+    assert process.wait(timeout=10) == 0
     wait_for(lambda: all_gone(started), 1, "an empty process list")
     fates = [t.fate for t in proxy.load_turns(tmp_path / "run" / "turns.jsonl").values()]
     assert fates.count("trained") == 4 and set(fates) == {"trained", "run_ended"}
