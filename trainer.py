@@ -103,6 +103,7 @@ class Policy(torch.nn.Module):
     def __init__(self, lm, temperature, chunk=2048):
         super().__init__()
         self.lm, self.temperature, self.chunk = lm, temperature, chunk
+        self._no_split_modules = getattr(lm, "_no_split_modules", None)  # FSDP wraps these layers
 
     def causal(self):
         return self.lm.get_base_model() if hasattr(self.lm, "peft_config") else self.lm
