@@ -112,8 +112,9 @@ def test_clients_and_ctrl_c(tmp_path):
         for i in range(4):
             messages = [{"role": "user", "content": f"Tell me fact number {i} about rain."}]
             if i % 2:
-                with client.chat.completions.stream(model="policy", messages=messages) as stream:
-                    reply = stream.get_final_completion().choices[0].message.content
+                stream = client.chat.completions.create(model="policy", messages=messages,
+                                                        stream=True)
+                reply = "".join(c.choices[0].delta.content or "" for c in stream)
             else:
                 done = client.chat.completions.create(model="policy", messages=messages)
                 reply = done.choices[0].message.content
