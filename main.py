@@ -213,6 +213,7 @@ def fill(cfg):
     if cfg.api_key_file:
         cfg.api_key = read_key(cfg.api_key_file)
     cfg.judge_key = os.environ.get("JUDGE_KEY", "")
+    cfg.replay = ""  # trainer.py --replay sets it
     validate(cfg)
     return cfg
 

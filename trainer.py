@@ -851,8 +851,7 @@ def load_extra(path):
 
 
 def load_config(run_dir):
-    known = json.loads((Path(run_dir) / "config.json").read_text())
-    return SimpleNamespace(**{"replay": "", **known})
+    return SimpleNamespace(**json.loads((Path(run_dir) / "config.json").read_text()))
 
 
 if __name__ == "__main__":
