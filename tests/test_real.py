@@ -218,6 +218,10 @@ class Line:
 
 
 def a_sync(engine):
+    """A new sync on the untouched model: what an earlier test did to the adapter is undone."""
+    with torch.no_grad():
+        for name, p in engine.trainer.policy.named_parameters():
+            p.mul_(0.0 if "lora_B" in name else 1.0)
     line = Line()
     service = trainer_module.Service(engine.cfg, engine.trainer, line, tokenizer(engine.cfg))
     service.start()
