@@ -343,7 +343,10 @@ def test_teacher_of_the_engine_is_the_teacher_of_the_trainer(engine):
     service = a_sync(engine)[1]
     turns = [{"hinted_prompt_ids": [p], "hints": ["h"], "hint": "h", "response_ids": r}
              for p, r in zip(service.prompts, service.replies, strict=True)]
-    ours = torch.cat(engine.trainer.teacher_logp(turns))
+    for turn in turns:
+        turn |= {"distil": True, "teacher_logp": None}
+    engine.trainer.attach(turns)
+    ours = torch.cat([t["teacher_logp"] for t in turns])
     theirs = torch.tensor(service.engine_canary(BASE))
     assert (ours - theirs).abs().mean() < 1e-3
 
