@@ -280,7 +280,8 @@ class Service:
     """Trainer's half and engine, with the real queue and policy between them."""
 
     def __init__(self, engine, tmp_path, **cfg):
-        self.cfg = SimpleNamespace(**dict(lora_slots=2, engine_dtype="float32", device="cuda") | cfg)
+        self.cfg = SimpleNamespace(
+            **dict(lora_slots=2, engine_dtype="float32", device="cuda") | cfg)
         self.engine, self.tmp_path, self.policy = engine, tmp_path, Policy(BASE)
         engine.in_use = lambda name: self.policy.open.get(name)
         self.queue = SampleQueue(SimpleNamespace(), TurnLog(os.devnull), self.policy)
