@@ -29,6 +29,7 @@ def plot(run_dir):
         axis.plot(*zip(*points, strict=True) if points else ([], []), "o-", color=colour)
         axis.set_title(title)
         axis.grid(alpha=0.3)
+        axis.margins(y=0.1)
     axes[0, 0].set_ylim(-1.05, 1.05)
     axes[0, 0].axhline(0, color="grey", linewidth=1)
     axes[0, 1].set_ylim(bottom=0)
