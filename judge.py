@@ -28,7 +28,15 @@ from dataclasses import asdict
 
 import urllib3
 
-from proxy import JUDGED_FIELDS, EngineError, engine_logp, render, strip_wrappers, visible
+from proxy import (
+    JUDGED_FIELDS,
+    EngineError,
+    engine_logp,
+    judged_numbers,
+    render,
+    strip_wrappers,
+    visible,
+)
 
 # ------------------------------------------------------------------------------------ parsing votes
 
@@ -389,7 +397,7 @@ class SampleQueue:
     def lease(self, n):
         """-> {turns, window, stop}: a batch of n, or fewer by --max-wait, or none yet."""
         with self.lock:
-            if self.closing:
+            if self.closing or 0 < self.cfg.steps <= self.updates:
                 return {"turns": [], "window": None, "stop": True}
             self._drop_stale()
             free = [p for p in self.places.values() if not p["lease"]]
@@ -399,7 +407,7 @@ class SampleQueue:
                 return {"turns": [], "window": None, "stop": False}
             for place in chosen:
                 place["lease"] = threading.get_ident()
-            self.mark = len(self.judged), Counter(self.log.fates)
+            self.mark = len(self.judged), self.log.counts()
             return {"turns": [asdict(p["turn"]) for p in chosen], "window": self.window(),
                     "stop": False}
 
@@ -460,26 +468,16 @@ class SampleQueue:
         """Queue depths for /healthz; training: a batch is leased or complete."""
         depth = self.depths()
         busy = depth["leased"] > 0 or depth["ready"] >= self.cfg.batch_size
+        if self.cfg.sync_every == 1:  # trained, but not served yet
+            busy |= self.updates > self.policy.version and not self.closing
         return {**depth, "training": busy, "updates": self.updates, "last_sample_s": self.quiet()}
 
     def window(self):
         """All judged main turns since the last step, and what was dropped meanwhile."""
-        scores = [t.score for t in self.judged if t.score is not None]
-        votes = Counter(v for t in self.judged for v in t.votes)
-        dropped = self.log.fates - self.fates_before
-        n = max(len(self.judged), 1)
-        return {
-            "judged": len(self.judged),
-            "reward_mean": sum(scores) / len(scores) if scores else None,
-            "votes": {"plus": votes[1], "zero": votes[0], "minus": votes[-1],
-                      "invalid": votes[None]},
-            "hint_rate": sum(t.hint is not None for t in self.judged) / n,
-            "cut_frac": sum(t.finish_reason == "length" for t in self.judged) / n,
-            "reply_tokens": sum(len(t.response_ids) for t in self.judged) / n,
-            "judge_s": sum(t.judged_at - t.paired_at for t in self.judged) / n,
+        dropped = self.log.counts() - self.fates_before
+        return judged_numbers(self.judged) | {
             "dropped": {k: v for k, v in dropped.items() if k not in ("trained", "side")},
-            "queue_depth": self.depths()["ready"],
-        }
+            "queue_depth": self.depths()["ready"]}
 
 
 class JudgeThreads:
@@ -515,9 +513,9 @@ class JudgeThreads:
             try:
                 rescue = self.cfg.at_least_one and turn.session not in self.line.effective
                 reason = judge_turn(turn, self.cfg, self.http, self.engine, rescue)
+                self.log.write(turn, "judged", **{k: getattr(turn, k) for k in JUDGED_FIELDS})
             except Exception as error:  # one turn must not end the run; it is dropped and shown
                 reason = "judge_error"
                 self.say(f"judging {turn.id} failed: {type(error).__name__}: {error}")
-            self.log.write(turn, "judged", **{k: getattr(turn, k) for k in JUDGED_FIELDS})
             if self.line.resolve(turn, reason):
                 self.todo.put(turn)

@@ -3,12 +3,11 @@
 Place in the system: starts the policy engine (sync.py), the judge threads (judge.py), the proxy
 (proxy.py) and the trainer (trainer.py), holds the queue that joins them, and ends them all.
 
-Reading order: Config -> run -> supervise -> finish.
+Reading order: Config -> main -> start -> supervise -> finish.
 """
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import secrets
@@ -26,7 +25,17 @@ from pathlib import Path
 
 import proxy
 from judge import HINT_CHOICE, JUDGES, SCHEDULES, JudgeThreads, SampleQueue
-from sync import BASE, HERE, Child, engine_command, engine_env, free_port, parse_cores, wait_ready
+from sync import (
+    BASE,
+    HERE,
+    Child,
+    engine_command,
+    engine_env,
+    free_port,
+    load_extra,
+    parse_cores,
+    wait_ready,
+)
 
 AUTO = "auto"
 DEMO_MODEL = HERE / "models" / "SmolLM2-135M-Instruct"
@@ -62,6 +71,9 @@ class Config:
                              (AUTO, "bfloat16", "float32"))
     max_model_len: int = knob(AUTO, "model", "window: prompt + reply, tokens")
     max_tokens: int = knob(AUTO, "model", "reply limit for clients that give none, tokens")
+    tool_parser: str = knob(AUTO, "model", "vLLM's --tool-call-parser (auto: by model family; '': "
+                            "tools are shown to the model, calls are not parsed)")
+    reasoning_parser: str = knob(AUTO, "model", "vLLM's --reasoning-parser (auto: by family)")
     temperature: float = knob(1.0, "model", "of sampling, log-probs and teacher alike")
 
     host: str = knob("127.0.0.1", "serving", "address to listen on; others than loopback "
@@ -151,6 +163,9 @@ GPU = dict(model="Qwen/Qwen3-4B-Instruct-2507", max_tokens=2048, max_model_len=3
 PRESETS = {"cpu": CPU | dict(lora_rank=16, lr=2e-4), "cpu-full": CPU | dict(lora_rank=0, lr=1e-5),
            "gpu-lora": GPU | dict(lora_rank=16, lr=1e-4),
            "gpu-full": GPU | dict(lora_rank=0, lr=1e-6)}
+TOOL_PARSERS = {"qwen3": "hermes", "qwen2.5": "hermes", "hermes": "hermes",  # part of a name ->
+                "llama-3": "llama3_json", "mistral": "mistral"}
+REASONING_PARSERS = {"qwen3": "qwen3", "qwq": "deepseek_r1", "deepseek-r1": "deepseek_r1"}
 LAYOUTS = {0: (0, 0, 0), 1: (0, 1, 0), 2: (1, 1, 0), 4: (2, 1, 1), 8: (4, 2, 2)}  # 0: shared
 SECRET = ("api_key", "judge_key")  # set beside the knobs, never written anywhere
 
@@ -199,6 +214,10 @@ def fill(cfg):
         if getattr(cfg, key) == AUTO:
             setattr(cfg, key, value)
     cfg.preset, cfg.layout = preset, layout_for(cfg.gpus, gpus)
+    name = Path(cfg.model).name.lower()
+    cfg.tool_parser = parser_for(cfg.tool_parser, TOOL_PARSERS, name)
+    thinks = {} if "instruct" in name else REASONING_PARSERS
+    cfg.reasoning_parser = parser_for(cfg.reasoning_parser, thinks, name)
     if cfg.tis_cap != AUTO and cfg.loss == "ppo":
         raise Problem("--tis-cap belongs to --loss decoupled: with ppo it would square the ratio")
     cfg.tis_cap = 5.0 if cfg.tis_cap == AUTO else cfg.tis_cap
@@ -208,7 +227,8 @@ def fill(cfg):
         own = cfg.layout["judge"] and not cfg.judge_url
         cfg.teacher = "engine" if not cfg.lora_rank and own else "trainer"
     split_cores(cfg)
-    cfg.run_dir = cfg.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.mode}"
+    default = HERE / f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.mode}"
+    cfg.run_dir = str(Path(cfg.run_dir or default).resolve())  # the trainer runs elsewhere
     cfg.api_key = os.environ.get("OPENCLAW_API_KEY", "")
     if cfg.api_key_file:
         cfg.api_key = read_key(cfg.api_key_file)
@@ -232,6 +252,11 @@ def split_cores(cfg):
             flag = "--" + key.replace("_", "-")
             raise Problem(f"{flag} {getattr(cfg, key)}: write cores as 0,1 or 0-3, "
                           "or all") from None
+
+
+def parser_for(wish, table, name):
+    """vLLM's parser for a model family: without one it answers 400 to every agent with tools."""
+    return next((v for k, v in table.items() if k in name), "") if wish == AUTO else wish
 
 
 def read_key(path):
@@ -287,6 +312,11 @@ def validate(cfg):
         (cfg.topk in ("", "full") or cfg.topk.isdigit() and 1 <= int(cfg.topk) <= 50,
          f"--topk {cfg.topk}: a number from 1 to 50, or full"),
         (not cfg.topk or cfg.teacher == "trainer", f"--topk {cfg.topk} needs --teacher trainer"),
+        (cfg.sync_every == AUTO or 0 < cfg.sync_every <= cfg.max_staleness + 1
+         or cfg.max_staleness < 0,
+         f"--sync-every {cfg.sync_every} must be at most --max-staleness {cfg.max_staleness} + 1: "
+         "every turn would be too old before the next sync"),
+        (cfg.lora_slots >= 2, "--lora-slots must be at least 2: one in use, one for the next"),
         (cfg.updates_per_batch > 0, "--updates-per-batch must be at least 1"),
         (not cfg.kl_coef or cfg.lora_rank or cfg.teacher == "trainer",
          "--kl-coef with full weights needs --teacher trainer: its frozen copy is the reference"),
@@ -363,13 +393,6 @@ def owner(port):
             if c.laddr and c.laddr.port == port and c.status == "LISTEN" and c.pid:
                 return f" by process {c.pid}, {psutil.Process(c.pid).name()}"
     return ""
-
-
-def load_extra(path):
-    spec = importlib.util.spec_from_file_location("extra", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.path.append(str(HERE / "examples"))
-    spec.loader.exec_module(module)
 
 
 # ------------------------------------------------------------------------------------- the queue
@@ -501,6 +524,7 @@ def start(system):
     system.phase("start_engine")
     log = system.log = proxy.TurnLog(system.run_dir / "turns.jsonl")
     policy = system.policy = proxy.Policy(BASE)
+    policy.pausing = not cfg.lora_rank
     system.line = SampleQueue(cfg, log, policy)
     system.sessions = proxy.Sessions(log, cfg.session_timeout)
     system.judges = JudgeThreads(cfg, system.line, log, (cfg.engine_url, BASE), say)
@@ -543,7 +567,7 @@ def start_trainer(system):
 
 def welcome(system):
     cfg = system.cfg
-    base = f"http://{cfg.host if ':' not in cfg.host else f'[{cfg.host}]'}:{cfg.port}/v1"
+    base = base_url(cfg)
     key = " -H 'Authorization: Bearer '$OPENCLAW_API_KEY" if cfg.api_key else ""
     say(f"\nready: {base} (model '{cfg.served_name}', mode {cfg.mode}, window "
         f"{cfg.max_model_len})\n"
@@ -570,15 +594,20 @@ def check_children(system):
             raise Problem(f"the {child.name} ended; its last lines, from {child.log}:\n"
                           f"{child.tail()}")
     names = {t.name for t in threading.enumerate()}
-    for thread in ("proxy", "queue", "judge-0"):
+    judges = [f"judge-{i}" for i in range(system.cfg.judge_threads)]
+    for thread in ("proxy", "queue", *judges):
         if system.web and system.trainer and thread not in names:
             raise Problem(f"the thread '{thread}' ended; see the lines above")
 
 
+def base_url(cfg):
+    return f"http://{f'[{cfg.host}]' if ':' in cfg.host else cfg.host}:{cfg.port}/v1"
+
+
 def users_command(system):
     cfg = system.cfg
-    command = [sys.executable, "examples/simulated_user.py", "--base-url",
-               f"http://{cfg.host}:{cfg.port}/v1", "--persona", cfg.simulate, "--users", cfg.users,
+    command = [sys.executable, "examples/simulated_user.py", "--base-url", base_url(cfg),
+               "--persona", cfg.simulate, "--users", cfg.users,
                "--max-turns", cfg.max_turns, "--seed", cfg.seed,
                "--held-out-samples", cfg.held_out, "--run-dir", system.run_dir.resolve()]
     if cfg.lora_rank:  # the base model is in the engine beside its adapters
@@ -588,7 +617,7 @@ def users_command(system):
 
 def heartbeat(system):
     """What is waiting on what, when no step has been shown for a while."""
-    depth, fates, cfg = system.line.depths(), dict(system.log.fates), system.cfg
+    depth, fates, cfg = system.line.depths(), system.log.counts(), system.cfg
     trained, alone = fates.pop("trained", 0), fates.pop("no_next_state", 0)
     side = fates.pop("side", 0)
     dropped = " ".join(f"{k}:{n}" for k, n in fates.items()) or "none"
@@ -656,7 +685,7 @@ def finish(system):
     users = read_json(system.run_dir / "users.json", {})
     system.phases |= users.get("phases_s", {})
     rewards = [r["reward_mean"] for r in rows if r["reward_mean"] is not None]
-    requests = dict(system.server.requests) | {"held": system.policy.held}
+    requests = system.requests | {"held": system.policy.held}
     requests["failed"] = max(requests["failed"], users.get("requests", {}).get("failed", 0))
     summary = {
         "mode": cfg.mode, "seed": cfg.seed, "steps": system.line.updates, "turns": log.turns,
@@ -706,7 +735,8 @@ def main(argv=None):
         start(system)
         welcome(system)
         if system.cfg.simulate:
-            system.users = system.child("simulated users", users_command(system), screen=True)
+            system.users = system.child("simulated users", users_command(system), screen=True,
+                                        env={"OPENCLAW_API_KEY": system.cfg.api_key or "none"})
         supervise(system)
     except KeyboardInterrupt:
         code = 130 if not (system and system.policy and system.policy.accepting) else 0
@@ -721,12 +751,17 @@ def main(argv=None):
 
 
 def end(system):
-    """Sum up, end the children, and only then take the time to draw."""
+    """End the children, sum up, and only then take the time to draw."""
+    if system.web:  # the counts of now: what our own end cuts off is no failed request
+        system.policy.accepting, system.requests = False, dict(system.server.requests)
+    system.stop()
+    limit = time.monotonic() + 2
+    while system.web and system.policy.open and time.monotonic() < limit:
+        time.sleep(0.05)  # streams that ended with the engine still get their fate
     try:
         if system.web:
             finish(system)
     finally:
-        system.stop()
         if system.socket_dir:
             system.socket.listener.close()
             shutil.rmtree(system.socket_dir, ignore_errors=True)

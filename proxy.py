@@ -128,6 +128,10 @@ class TurnLog:
         self.file.write(line + "\n")
         self.file.flush()
 
+    def counts(self):
+        with self.lock:
+            return Counter(self.fates)
+
     def close_all(self, fate):
         for turn in list(self.open.values()):
             self.close(turn, fate)
@@ -143,6 +147,24 @@ def load_turns(path):
             for key in known & event.keys():
                 setattr(turn, key, event[key])
     return turns
+
+
+def judged_numbers(turns):
+    """What a step's line says of judged turns. Every number is a sum over a count, or None."""
+
+    def share(values):
+        values = list(values)
+        return sum(values) / len(values) if values else None
+
+    votes = Counter(v for t in turns for v in t.votes)
+    return {"judged": len(turns),
+            "reward_mean": share(t.score for t in turns if t.score is not None),
+            "votes": {"plus": votes[1], "zero": votes[0], "minus": votes[-1],
+                      "invalid": votes[None]},
+            "hint_rate": share(t.hint is not None for t in turns),
+            "cut_frac": share(t.finish_reason == "length" for t in turns),
+            "reply_tokens": share(len(t.response_ids) for t in turns),
+            "judge_s": share(t.judged_at - t.paired_at for t in turns if t.judged_at)}
 
 
 # ----------------------------------------------------------------------- what was said: normalising
@@ -383,6 +405,8 @@ def engine_body(body, messages, cfg, side):
     if not payload.get("tools"):  # an empty list is no tools; vLLM refuses tool_choice then
         for key in ("tools", "tool_choice", "parallel_tool_calls"):
             payload.pop(key, None)
+    elif not cfg.tool_parser and payload.get("tool_choice", "auto") == "auto":
+        payload["tool_choice"] = "none"  # vLLM refuses auto where it has no parser for the calls
     payload |= sampling | {"messages": messages, "max_tokens": max_tokens_for(body, cfg), "n": 1,
                            "stream": True, "stream_options": {"include_usage": True},
                            "logprobs": True, "return_token_ids": True}
@@ -466,7 +490,7 @@ class Upstream:
                 if line.startswith(b"data: {"):
                     self.events.put(json.loads(line[6:]))
                 elif line.startswith(b"data: [DONE]"):
-                    whole = not response.read() and not response.will_close
+                    whole = not response.read().strip() and not response.will_close
                     break
         except EngineError as error:
             self.events.put(error)
@@ -633,12 +657,12 @@ class Policy:
         self.open = Counter()  # engine name -> requests that are open on it
         self.span = (0.0, 0.0)  # start and end of the last weight update
         self.gap_max = self.gap_run_max = 0.0  # of open streams: since the last line, of the run
-        self.held = 0
+        self.held, self.pausing = 0, False  # pausing: full weights, the engine pauses in a swap
 
     def enter(self):
         with self.lock:
             self.open[self.name] += 1
-            self.held += self.swapping
+            self.held += self.swapping and self.pausing
             return self.name, self.version
 
     def leave(self, name):
@@ -868,12 +892,12 @@ class Server:
         """The one path of every answer: yields (delta or None, Reply); ends with a whole reply."""
         name, turn.version_start = self.policy.enter()
         upstream = Upstream(self.pool, {**payload, "model": name}, self.headers)
-        reply, outcome, before = Reply(), "failed", time.monotonic()
+        reply, outcome, before = Reply(), "failed", None
         try:
             for event in upstream.follow(gone):
                 if event is not None:
                     now = time.monotonic()
-                    self.policy.saw_gap(before, now)
+                    self.policy.saw_gap(before or now, now)
                     before = now
                 yield (reply.add(event) if event else None), reply
             if not reply.finish_reason:  # KEEP: success is a finish_reason, never a [DONE]

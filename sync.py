@@ -15,7 +15,9 @@ How it differs from the original:
 """
 
 import contextlib
+import importlib.util
 import json
+import math
 import os
 import select
 import shutil
@@ -130,6 +132,10 @@ def engine_command(cfg, model, port, lora, devices=1):
                "--logprobs-mode", "processed_logprobs",  # log-probs of what was sampled from
                "--max-logprobs", 64, "--scheduling-policy", "priority", "--seed", cfg.seed,
                "--max-num-seqs", cfg.max_requests, "--disable-uvicorn-access-log"]
+    if cfg.tool_parser:
+        command += ["--enable-auto-tool-choice", "--tool-call-parser", cfg.tool_parser]
+    if cfg.reasoning_parser:
+        command += ["--reasoning-parser", cfg.reasoning_parser]
     if lora:
         command += ["--enable-lora", "--max-loras", cfg.lora_slots, "--max-lora-rank",
                     cfg.lora_rank, "--max-cpu-loras", 2 * cfg.lora_slots,
@@ -185,6 +191,13 @@ def wait_ready(child, url, seconds, tick, stopping=lambda: False):
 # ------------------------------------------------------------------------------- the trainer's half
 
 
+def load_extra(path):
+    """--extra FILE: a student's file that may add rows to LOSSES, SCHEDULES or PERSONAS."""
+    sys.path.append(str(HERE / "examples"))  # for `from simulated_user import PERSONAS`
+    spec = importlib.util.spec_from_file_location("extra", path)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 class SyncError(RuntimeError):
     """The engine does not serve what the trainer computed; the run must not go on."""
 
@@ -214,7 +227,7 @@ def canary_verdict(t_old, t_new, t_0, e_new, e_0, base_gap, exact):
     """
     d_new, d_old, change = mean_abs(e_new, t_new), mean_abs(e_new, t_old), mean_abs(t_new, t_old)
     effect, wanted = mean_abs(e_new, e_0), mean_abs(t_new, t_0)
-    if exact and d_new > 1e-3:
+    if not math.isfinite(d_new) or (exact and d_new > 1e-3):
         return "wrong", d_new
     if not exact and (d_new > 2 * base_gap + 0.02 or (change >= 1e-4 and d_new > d_old)
                       or (wanted > base_gap and not 0.5 <= effect / wanted <= 2)):

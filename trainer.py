@@ -20,7 +20,6 @@ pi the current one (logp), T the teacher (teacher_logp), r the score. N counts r
 """
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -37,8 +36,8 @@ import urllib3
 from accelerate import Accelerator
 from safetensors.torch import safe_open, save_file
 
-from proxy import engine_logp, load_turns, strip_wrappers
-from sync import BASE, LORA_TARGETS, Sync, SyncError, check_names
+from proxy import engine_logp, judged_numbers, load_turns, strip_wrappers
+from sync import BASE, LORA_TARGETS, Sync, SyncError, check_names, load_extra
 
 # ------------------------------------------------------------------------- ragged turns -> tensors
 
@@ -312,6 +311,7 @@ class Trainer:
         if cfg.gradient_checkpointing:
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             lm.enable_input_require_grads()
+            lm.train()  # transformers checkpoints in training mode only; there is no dropout
         self.teacher = teacher and Policy(teacher, cfg.temperature)
         policy = Policy(lm, cfg.temperature)
         trainable = [p for p in policy.parameters() if p.requires_grad]
@@ -360,7 +360,8 @@ class Trainer:
         The teacher scores the original response ids under their hinted prompts, with the student's
         arithmetic and temperature.
         """
-        cfg, todo = self.cfg, [t for t in turns if t["distil"] and t["teacher_logp"] is None]
+        cfg, todo = self.cfg, [t for t in turns if t["distil"]
+                               and (self.cfg.topk or t["teacher_logp"] is None)]
         reads = {"": None, "full": hidden_only}
         read = reads[cfg.topk] if cfg.topk in reads else top(int(cfg.topk))
         if not todo and not cfg.kl_coef:
@@ -389,7 +390,7 @@ class Trainer:
         stats = Stats()
         for _ in range(cfg.updates_per_batch):
             grad_norm = self.update(turns, stats)
-        return {**stats.gather(self.acc), "grad_norm": grad_norm}
+        return {**stats.gather(self.acc, cfg.updates_per_batch), "grad_norm": grad_norm}
 
     def update(self, turns, stats):
         """One optimiser update over all micro-batches -> gradient norm before clipping."""
@@ -546,13 +547,13 @@ class Stats:
         for key, value in sums.items():
             self.sums[key] += float(value)
 
-    def gather(self, acc):
-        """Sum over ranks, then divide."""
+    def gather(self, acc, updates):
+        """Sum over ranks, then divide. Several updates on a batch count its tokens each time."""
         sums = torch.tensor([self.sums[k] for k in self.KEYS], dtype=torch.float64)
         if acc.num_processes > 1:
             sums = acc.reduce(sums.to(acc.device), "sum").cpu()
         s = dict(zip(self.KEYS, sums.tolist(), strict=True))
-        return {"loss": s["loss"], "ratio_mean": s["ratio"] / s["tokens"],
+        return {"loss": s["loss"] / updates, "ratio_mean": s["ratio"] / s["tokens"],
                 "clip_frac": s["clipped"] / s["tokens"], "kl": s["kl"] / s["tokens"],
                 "advantage_mean": s["advantage"] / s["tokens"], "tokens": int(s["tokens"]),
                 "nonzero_grad_frac": s["live_turns"] / s["turns"],
@@ -688,26 +689,14 @@ class Recorded:
 
     def lease(self, n):
         turns = self.batches.pop(0) if self.batches else []
-        return {"turns": [asdict(t) for t in turns], "window": seen(turns), "stop": not turns}
+        return {"turns": [asdict(t) for t in turns], "stop": not turns,
+                "window": judged_numbers(turns) | {"dropped": {}, "queue_depth": 0}}
 
     def commit(self, step, fates):
         pass
 
     def status(self, line=False):
         return {"version": 0, "gap_max": 0.0, "ready": sum(map(len, self.batches))}
-
-
-def seen(turns):
-    """The window of a live run, of the trained turns alone: the others were not replayed."""
-    n, votes = max(len(turns), 1), [v for t in turns for v in t.votes]
-    scores = [t.score for t in turns if t.score is not None]
-    return {"judged": len(turns), "reward_mean": sum(scores) / len(scores) if scores else None,
-            "votes": {"plus": votes.count(1), "zero": votes.count(0), "minus": votes.count(-1),
-                      "invalid": votes.count(None)},
-            "hint_rate": sum(t.hint is not None for t in turns) / n,
-            "cut_frac": sum(t.finish_reason == "length" for t in turns) / n,
-            "reply_tokens": sum(len(t.response_ids) for t in turns) / n,
-            "judge_s": 0.0, "dropped": {}, "queue_depth": 0}
 
 
 def replay_config(argv):
@@ -745,19 +734,21 @@ def run(cfg):
     service.start()
     if cfg.tracker:
         trainer.acc.init_trackers("nano-openclaw-rl", {k: str(v) for k, v in vars(cfg).items()})
-    idle_since, unsynced = time.monotonic(), 0
+    idle_since, unsynced, synced = time.monotonic(), 0, {}
     while True:
         lease = service.share(lambda: queue.lease(cfg.batch_size))
-        metrics, synced = None, None
+        metrics = None
         if lease["turns"]:
             metrics = {"wait_s": time.monotonic() - idle_since, **step(service, lease["turns"])}
             unsynced += cfg.updates_per_batch
         if unsynced and (lease["stop"] or sync_due(service, unsynced)):
-            synced = service.push()
-            unsynced = 0 if synced is not None else unsynced
+            done = service.push()
+            if done is not None:  # a sync between two steps is shown with the next one
+                unsynced, synced = 0, done
         if metrics:
             if service.boss:
-                report(service, lease, metrics, synced or {})
+                report(service, lease, metrics, synced)
+            synced = {}
             idle_since = time.monotonic()
         elif lease["stop"] and not unsynced:
             break
@@ -841,13 +832,6 @@ def show_turn(turn, tokenizer):
 def shorten(text, width=150):
     text = " ".join(text.split())
     return text if len(text) <= width else text[: width - 4] + " ..."
-
-
-def load_extra(path):
-    """--extra FILE: a student's file that may add rows to LOSSES or SCHEDULES."""
-    spec = importlib.util.spec_from_file_location("extra", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
 
 
 def load_config(run_dir):

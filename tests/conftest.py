@@ -24,7 +24,7 @@ def config(**overrides):
     """main's defaults with every `auto` filled in, as a plain namespace."""
     cfg = SimpleNamespace(**vars(main.Config()))
     vars(cfg).update(main.PRESETS["cpu"], max_model_len=4096, port=free_port(), api_key="",
-                     device="cpu", max_requests=8)
+                     device="cpu", max_requests=8, tool_parser="hermes", reasoning_parser="")
     vars(cfg).update(overrides)
     return cfg
 

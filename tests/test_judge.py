@@ -166,7 +166,7 @@ def settings(url="", **changes):
                 judge_max_tokens=64, judge_is_ours=False, judge_timeout=4.0, eval=True,
                 train_cut="all", hint_choice="longest", max_model_len=4096, max_train_len=4096,
                 teacher="trainer", judge_threads=2, at_least_one=False, max_staleness=4,
-                batch_size=2, schedule="greedy", window=8, max_wait=0)
+                steps=0, sync_every=1, batch_size=2, schedule="greedy", window=8, max_wait=0)
     return SimpleNamespace(**base | changes)
 
 

@@ -30,6 +30,16 @@ def test_presets_for_gpus(monkeypatch):
                           "policy": ["0", "1"], "judge": ["2", "3"]}
 
 
+@pytest.mark.parametrize(("model", "tool", "reasoning"), [
+    ("Qwen/Qwen3-4B-Instruct-2507", "hermes", ""), ("Qwen/Qwen3-8B", "hermes", "qwen3"),
+    ("models/SmolLM2-135M-Instruct", "", ""), ("deepseek-ai/DeepSeek-R1", "", "deepseek_r1")])
+def test_parsers_by_model_family(model, tool, reasoning):
+    """Without a parser vLLM answers 400 to every agent that sends tools."""
+    cfg = parse(["--model", model])
+    assert (cfg.tool_parser, cfg.reasoning_parser) == (tool, reasoning)
+    assert parse(["--model", model, "--tool-parser", "mistral"]).tool_parser == "mistral"
+
+
 @pytest.mark.parametrize(("n", "sizes"), [(1, (1, 1, 0)), (2, (1, 1, 0)), (3, (1, 1, 0)),
                                           (4, (2, 1, 1)), (7, (2, 1, 1)), (8, (4, 2, 2))])
 def test_layouts(n, sizes):

@@ -1094,3 +1094,12 @@ def test_turn_log(server):
     server.log.close_all("run_ended")
     assert [(t.fate, t.step) for t in server.turns()] == [("trained", 4), ("run_ended", None)]
     assert server.log.fates.total() == server.log.turns == 2
+
+
+def test_tools_without_a_parser_are_no_error(make_server, engine):
+    """Protects: an agent that sends tools is answered by a model whose calls nobody can parse; vLLM
+    would refuse tool_choice auto."""
+    server = make_server(tool_parser="")
+    for extra in ({}, {"tool_choice": "auto"}):
+        assert server.post({"messages": HI, "tools": [TOOL], **extra})[0] == 200
+        assert engine.requests[-1]["tool_choice"] == "none" and engine.requests[-1]["tools"]

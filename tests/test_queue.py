@@ -27,8 +27,8 @@ class Line(SampleQueue):
     """A SampleQueue with a clock that stands still, and turns made on the spot."""
 
     def __init__(self, path=os.devnull, **cfg):
-        base = dict(batch_size=2, max_staleness=4, schedule="greedy", window=4, max_wait=0,
-                    at_least_one=True)
+        base = dict(batch_size=2, steps=0, sync_every=1, max_staleness=4, schedule="greedy",
+                    window=4, max_wait=0, at_least_one=True)
         self.now, self.made = 100.0, {}
         cfg = SimpleNamespace(**base | cfg)
         super().__init__(cfg, TurnLog(path), Policy("base"), lambda: self.now)

@@ -200,9 +200,11 @@ def test_engine_listens_on_loopback_only():
     """Its dev endpoints can do anything; and LoRA must stay off the lm_head, or prompt_logprobs
     kills vLLM."""
     cfg = SimpleNamespace(engine_dtype="float32", max_model_len=512, seed=0, max_requests=8,
-                          lora_slots=4, lora_rank=8, device="cpu")
+                          lora_slots=4, lora_rank=8, device="cpu", tool_parser="hermes",
+                          reasoning_parser="")
     command = sync.engine_command(cfg, "m", 1234, lora=True)
     assert command[command.index("--host") + 1] == "127.0.0.1"
+    assert command[command.index("--tool-call-parser") + 1] == "hermes"
     assert command[command.index("--max-loras") + 1] == "4"
     assert command[command.index("--max-cpu-loras") + 1] == "8"
     assert command[command.index("--lora-target-modules") + 1:][:7] == sync.LORA_TARGETS
