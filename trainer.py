@@ -483,13 +483,14 @@ class Trainer:
         return {k.removeprefix("lm."): v for k, v in state.items()}
 
     def save_adapter(self, folder, state=None):
-        """PEFT adapter -> folder; checks that every adapter tensor of the model is in the file."""
+        """PEFT adapter in the engine's dtype -> folder; every adapter tensor is in the file."""
         state, lm = state or self.state(), self.policy.lm
+        dtype = getattr(torch, self.cfg.engine_dtype)
         trained = [n for n, p in lm.named_parameters() if p.requires_grad]
         folder.mkdir(parents=True)
         lm.peft_config["default"].save_pretrained(folder)
         write(folder / "adapter_model.safetensors", [n.replace(".default", "") for n in trained],
-              {k.replace(".default", ""): v for k, v in state.items() if "lora_" in k})
+              {k.replace(".default", ""): v.to(dtype) for k, v in state.items() if "lora_" in k})
 
     def save_full(self, folder, state=None):
         """All weights in the engine's dtype -> folder/model.safetensors -> bytes written."""
