@@ -98,7 +98,7 @@ def test_stop_ends_a_child_that_ignores_sigterm(tmp_path):
     until(lambda: said(deaf.log).strip())
     grandchild, start = int(said(deaf.log)), time.monotonic()
     deaf.stop(patience=0.3)
-    assert time.monotonic() - start < 3 and not deaf.alive()
+    assert time.monotonic() - start < 4.5 and not deaf.alive()
     until(lambda: gone(grandchild))
     deaf.stop()
 
@@ -110,7 +110,7 @@ def test_guard_ends_a_child_that_ignores_sigterm(tmp_path):
     start = time.monotonic()
     deaf.release()
     until(lambda: not deaf.alive())
-    assert 4 < time.monotonic() - start < 8
+    assert 4 < time.monotonic() - start < 30
 
 
 def test_kill_9_of_the_parent_leaves_nobody(tmp_path):
