@@ -510,6 +510,9 @@ def start(system):
     if cfg.extra:
         cfg.extra = str(Path(cfg.extra).resolve())
         load_extra(cfg.extra)
+        if cfg.schedule not in SCHEDULES:
+            raise Problem(f"--schedule {cfg.schedule} is not a row of SCHEDULES, nor does "
+                          f"--extra {cfg.extra} add it")
     if cfg.simulate:
         check_persona(cfg)
     if (system.run_dir / "turns.jsonl").exists():

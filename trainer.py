@@ -715,7 +715,10 @@ def replay_config(argv):
         old = getattr(cfg, key, None)
         if old is None:
             sys.exit(f"trainer: --{key.replace('_', '-')} is not a knob of the recorded run")
-        setattr(cfg, key, value == "true" if isinstance(old, bool) else type(old)(value))
+        try:
+            setattr(cfg, key, value == "true" if isinstance(old, bool) else type(old)(value))
+        except ValueError:
+            sys.exit(f"trainer: --{key.replace('_', '-')} {value}: {type(old).__name__} is needed")
     cfg.replay, cfg.rebatch, cfg.engine_url = str(path), "batch_size" in given, ""
     if (Path(cfg.run_dir) / "metrics.jsonl").exists():
         sys.exit(f"trainer: --run-dir {cfg.run_dir} holds a run already; name another one")
@@ -727,6 +730,9 @@ def replay_config(argv):
 def run(cfg):
     """Lease, train, commit, sync, until main says stop."""
     from transformers import AutoTokenizer
+
+    if cfg.loss not in LOSSES:
+        sys.exit(f"trainer: --loss {cfg.loss} is not one of {', '.join(LOSSES)}")
 
     trainer = Trainer(cfg)
     source = Recorded(cfg) if cfg.replay else None
