@@ -468,13 +468,13 @@ class Upstream:
     connection.
     """
 
-    def __init__(self, pool, payload, headers):
+    def __init__(self, pool, payload):
         self.events, self.sock, self.cancelled = queue.SimpleQueue(), None, False
         self.lock = threading.Lock()  # KEEP: no connection may be shut down once it is in the pool
-        args = (pool, json.dumps(payload).encode(), headers)
+        args = (pool, json.dumps(payload).encode())
         threading.Thread(target=self._read, args=args, daemon=True, name="upstream").start()
 
-    def _read(self, pool, body, headers):
+    def _read(self, pool, body):
         connection, whole = None, False
         try:
             connection = pool.take()
@@ -482,7 +482,7 @@ class Upstream:
             if self.cancelled:
                 return
             connection.request("POST", "/v1/chat/completions", body,
-                               {"Content-Type": "application/json", **headers})
+                               {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
                 raise EngineError(*readable(response.status, response.read()))
@@ -651,9 +651,9 @@ def distrust(reply):
 class Policy:
     """Which weights users get right now: the engine's name for them, their version, their users."""
 
-    def __init__(self, name, version=0):
+    def __init__(self, name):
         self.lock = threading.Lock()
-        self.name, self.version, self.accepting, self.swapping = name, version, False, False
+        self.name, self.version, self.accepting, self.swapping = name, 0, False, False
         self.open = Counter()  # engine name -> requests that are open on it
         self.span = (0.0, 0.0)  # start and end of the last weight update
         self.gap_max = self.gap_run_max = 0.0  # of open streams: since the last line, of the run
@@ -765,7 +765,7 @@ class Sessions:
             self._expire(over, {session})
 
     def expire(self, now=None):
-        """Called every second: sessions that were silent for `timeout` seconds are freed."""
+        """Called again and again: sessions that were silent for `timeout` seconds are freed."""
         now = time.monotonic() if now is None else now
         with self.lock:
             idle = {s for s, at in self.seen.items() if now - at > self.timeout}
@@ -820,10 +820,9 @@ class Hooks:
 class Server:
     """The state behind the routes: engine client, policy, sessions, counters."""
 
-    def __init__(self, cfg, engine_url, policy, sessions, log, hooks, engine_headers=None):
+    def __init__(self, cfg, engine_url, policy, sessions, log, hooks):
         self.cfg, self.policy = cfg, policy
         self.sessions, self.log, self.hooks = sessions, log, hooks
-        self.headers = engine_headers or {}
         self.pool = Connections(engine_url, cfg.request_timeout)
         self.room = threading.BoundedSemaphore(cfg.max_requests)
         self.requests, self.counting = Counter(ok=0, failed=0, rejected=0), threading.Lock()
@@ -891,7 +890,7 @@ class Server:
     def chunks(self, turn, payload, skip, done, gone):
         """The one path of every answer: yields (delta or None, Reply); ends with a whole reply."""
         name, turn.version_start = self.policy.enter()
-        upstream = Upstream(self.pool, {**payload, "model": name}, self.headers)
+        upstream = Upstream(self.pool, {**payload, "model": name})
         reply, outcome, before = Reply(), "failed", None
         try:
             for event in upstream.follow(gone):
