@@ -31,7 +31,7 @@ import urllib3
 from proxy import (
     JUDGED_FIELDS,
     EngineError,
-    engine_logp,
+    engine_scores,
     judged_numbers,
     render,
     strip_wrappers,
@@ -258,7 +258,9 @@ def judge_turn(turn, cfg, http, engine, rescue=False):
     turn.votes = [given["score"]] if "score" in given else votes
     turn.hint_votes = [(1, given["hint"])] if "hint" in given else hint_votes
     turn.score = majority(turn.votes)
+    turn.lexicon = lexicon_votes(http, cfg, turn)[0][0] if cfg.judge != "lexicon" else None
     turn.hints, turn.hint, turn.hint_skip, turn.hinted_prompt_ids = [], None, None, []
+    turn.teacher_logp = turn.teacher_top = None
     if cfg.mode != "rl":
         turn.hints = valid_hints(turn.hint_votes)
         if turn.hints:
@@ -290,8 +292,9 @@ def prepare_hint(turn, cfg, http, engine):
     if len(prompt) + len(turn.response_ids) > min(cfg.max_model_len - 1, cfg.max_train_len):
         turn.hint_skip = "too_long"  # never cut from the front: the question would go first
     elif cfg.teacher == "engine":
-        turn.teacher_logp = engine_logp(http, cfg.teacher_url, cfg.teacher_model, prompt,
-                                        turn.response_ids)
+        turn.teacher_logp, *best = engine_scores(http, cfg.teacher_url, cfg.teacher_model, prompt,
+                                                 turn.response_ids, int(cfg.topk or 0))
+        turn.teacher_top = best if cfg.topk else None
 
 
 # --------------------------------------------------------------------- the line of samples, in main
@@ -419,12 +422,14 @@ class SampleQueue:
                 del self.places[turn_id]
                 self.log.close(place["turn"], "stale")
 
-    def commit(self, step, fates):
-        """fates: {turn id: 'trained' or why not}, for every turn of the lease."""
+    def commit(self, step, fates, found=None):
+        """fates: {turn id: 'trained' or why not}, for every turn of the lease; found: {turn id:
+        what the step learnt about it}, for the record."""
         with self.lock:
             self.updates = step
             for turn_id, fate in fates.items():
-                self.log.close(self.places.pop(turn_id)["turn"], fate, step)
+                more = (found or {}).get(turn_id, {})
+                self.log.close(self.places.pop(turn_id)["turn"], fate, step, **more)
             seen, self.fates_before = self.mark  # what came since the lease is the next step's
             del self.judged[:seen]
             self.last_sample = self.clock()

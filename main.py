@@ -104,7 +104,8 @@ class Config:
     judge_threads: int = knob(8, "judging", "turns judged at once")
     votes: int = knob(0, "judging", "votes per turn (0: 3 scores in rl; else 1 score and 3 hints)")
     eval: bool = knob(True, "judging", "score turns in opd too, for reporting")
-    hint_choice: str = knob("longest", "judging", "which valid hint teaches", tuple(HINT_CHOICE))
+    hint_choice: str = knob("longest", "judging", "row of judge.HINT_CHOICE: which valid hint "
+                            "teaches")
     teacher: str = knob(AUTO, "judging", "who scores replies under the hinted prompt: the trainer "
                         "(base model) or the judge's engine", (AUTO, "trainer", "engine"))
     train_cut: str = knob("all", "judging", "what replies cut by the limit give: all parts, the "
@@ -167,6 +168,7 @@ TOOL_PARSERS = {"qwen3": "hermes", "qwen2.5": "hermes", "hermes": "hermes",  # p
                 "llama-3": "llama3_json", "mistral": "mistral"}
 REASONING_PARSERS = {"qwen3": "qwen3", "qwq": "deepseek_r1", "deepseek-r1": "deepseek_r1"}
 LAYOUTS = {0: (0, 0, 0), 1: (0, 1, 0), 2: (1, 1, 0), 4: (2, 1, 1), 8: (4, 2, 2)}  # 0: shared
+TIS_CAP_WITH_PPO = "--tis-cap belongs to --loss decoupled: with ppo it would square the ratio"
 SECRET = ("api_key", "judge_key")  # set beside the knobs, never written anywhere
 
 
@@ -219,7 +221,7 @@ def fill(cfg):
     thinks = {} if "instruct" in name else REASONING_PARSERS
     cfg.reasoning_parser = parser_for(cfg.reasoning_parser, thinks, name)
     if cfg.tis_cap != AUTO and cfg.loss == "ppo":
-        raise Problem("--tis-cap belongs to --loss decoupled: with ppo it would square the ratio")
+        raise Problem(TIS_CAP_WITH_PPO)
     cfg.tis_cap = 5.0 if cfg.tis_cap == AUTO else cfg.tis_cap
     if cfg.gpu_share == AUTO:
         cfg.gpu_share = 0.4 if set(cfg.layout["trainer"]) & set(cfg.layout["policy"]) else 0.85
@@ -311,7 +313,8 @@ def validate(cfg):
          f"--loss {cfg.loss} is not ppo or decoupled, and no --extra adds it"),
         (cfg.topk in ("", "full") or cfg.topk.isdigit() and 1 <= int(cfg.topk) <= 50,
          f"--topk {cfg.topk}: a number from 1 to 50, or full"),
-        (not cfg.topk or cfg.teacher == "trainer", f"--topk {cfg.topk} needs --teacher trainer"),
+        (cfg.topk != "full" or cfg.teacher == "trainer", "--topk full needs --teacher trainer: "
+         "an engine sends the likeliest tokens only"),
         (cfg.sync_every == AUTO or 0 < cfg.sync_every <= cfg.max_staleness + 1
          or cfg.max_staleness < 0,
          f"--sync-every {cfg.sync_every} must be at most --max-staleness {cfg.max_staleness} + 1: "
@@ -322,6 +325,8 @@ def validate(cfg):
          "--kl-coef with full weights needs --teacher trainer: its frozen copy is the reference"),
         (cfg.schedule in SCHEDULES or cfg.extra, f"--schedule {cfg.schedule} is not one of "
          f"{', '.join(SCHEDULES)}"),
+        (cfg.hint_choice in HINT_CHOICE or cfg.extra, f"--hint-choice {cfg.hint_choice} is not one "
+         f"of {', '.join(HINT_CHOICE)}"),
         (cfg.schedule != "windowed" or cfg.window >= cfg.batch_size,
          f"--window {cfg.window} must be at least --batch-size {cfg.batch_size}"),
         (cfg.host in proxy.LOOPBACK or cfg.api_key,
@@ -510,9 +515,10 @@ def start(system):
     if cfg.extra:
         cfg.extra = str(Path(cfg.extra).resolve())
         load_extra(cfg.extra)
-        if cfg.schedule not in SCHEDULES:
-            raise Problem(f"--schedule {cfg.schedule} is not a row of SCHEDULES, nor does "
-                          f"--extra {cfg.extra} add it")
+        for key, table in (("schedule", SCHEDULES), ("hint_choice", HINT_CHOICE)):
+            if getattr(cfg, key) not in table:
+                raise Problem(f"--{key.replace('_', '-')} {getattr(cfg, key)} is not a row of its "
+                              f"table, nor does --extra {cfg.extra} add it")
     if cfg.simulate:
         check_persona(cfg)
     if (system.run_dir / "turns.jsonl").exists():

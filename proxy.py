@@ -76,12 +76,16 @@ class Turn:
     hint: str | None = None  # the chosen one
     hint_skip: str | None = None  # why a chosen hint was not used: render, too_long
     score: int | None = None  # None: unscored, which is not 0
-    teacher_logp: list | None = None  # (R,), engine-side teacher only
+    lexicon: int | None = None  # what the word list says, where a model judged
+    teacher_logp: list | None = None  # (R,) the response under the hinted prompt
+    teacher_top: list | None = None  # engine-side --topk K: log-probs (R, K) and ids (R, K)
     judged_at: float = 0.0
     r: float | None = None  # the reward part of the sample
     distil: bool = False  # the hint part of the sample
     fate: str | None = None
     step: int | None = None
+    closed: float = 0.0  # when it got its fate
+    prox_logp: list | None = None  # (R,) under the policy at the start of its step
 
 
 REPLY_FIELDS = (
@@ -90,7 +94,8 @@ REPLY_FIELDS = (
     "first_token finished stripped"
 ).split()
 JUDGED_FIELDS = (
-    "votes hint_votes hints hinted_prompt_ids hint hint_skip score teacher_logp judged_at r distil"
+    "votes hint_votes hints hinted_prompt_ids hint hint_skip score lexicon teacher_logp "
+    "teacher_top judged_at r distil"
 ).split()
 
 
@@ -113,15 +118,16 @@ class TurnLog:
                 self.turns += 1
                 self.open[turn.id] = turn
 
-    def close(self, turn, fate, step=None):
-        """The one place where a turn gets its fate; a second call for a turn does nothing."""
+    def close(self, turn, fate, step=None, **found):
+        """The one place where a turn gets its fate; a second call for a turn does nothing.
+        found: what training it brought to light, for the record."""
         with self.lock:
             if self.open.pop(turn.id, None) is None:
                 return False
-            turn.fate, turn.step = fate, step
+            turn.fate, turn.step, turn.closed = fate, step, time.time()
             self.fates[fate] += 1
-            self._put(json.dumps({"turn": turn.id, "event": "fate", "time": time.time(),
-                                  "fate": fate, "step": step}))
+            self._put(json.dumps({"turn": turn.id, "event": "fate", "time": turn.closed,
+                                  "closed": turn.closed, "fate": fate, "step": step, **found}))
         return True
 
     def _put(self, line):
@@ -157,8 +163,12 @@ def judged_numbers(turns):
         return sum(values) / len(values) if values else None
 
     votes = Counter(v for t in turns for v in t.votes)
+    valid = [set(t.votes) - {None} for t in turns if set(t.votes) - {None}]
     return {"judged": len(turns),
             "reward_mean": share(t.score for t in turns if t.score is not None),
+            "split_frac": share(len(v) > 1 for v in valid),
+            "lexicon_agree": share(t.score == t.lexicon for t in turns
+                                   if None not in (t.score, t.lexicon)),
             "votes": {"plus": votes[1], "zero": votes[0], "minus": votes[-1],
                       "invalid": votes[None]},
             "hint_rate": share(t.hint is not None for t in turns),
@@ -559,14 +569,27 @@ def render(http, engine, turn, messages):
     return ask_engine(http, f"{engine[0]}/tokenize", body)["tokens"]
 
 
-def engine_logp(http, url, model, prompt_ids, response_ids):
-    """Log-probs (R,) of the response under an engine's model, at temperature 1 always: vLLM scores
-    prompts at temperature 1 whatever is asked."""
+def engine_scores(http, url, model, prompt_ids, response_ids, k):
+    """How an engine's model likes a response -> log-probs (R,), and of the k likeliest tokens at
+    each place log-probs (R, k) and ids (R, k). At temperature 1 always: vLLM scores prompts at
+    temperature 1 whatever is asked."""
     ids = [*prompt_ids, *response_ids]
-    body = {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "priority": 1}
+    body = {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": k, "priority": 1}
     entries = ask_engine(http, f"{url}/v1/completions", body)["choices"][0]["prompt_logprobs"]
-    at = len(prompt_ids)
-    return [e[str(i)]["logprob"] for e, i in zip(entries[at:], response_ids, strict=True)]
+    logp, top_logp, top_ids = [], [], []
+    for entry, i in zip(entries[len(prompt_ids) :], response_ids, strict=True):
+        logp.append(entry[str(i)]["logprob"])
+        # one more comes where the response's own token is not among the k
+        best = [(e["logprob"], int(j)) for j, e in entry.items() if len(entry) == k or j != str(i)]
+        best.sort(reverse=True)
+        top_logp.append([x for x, _ in best[:k]])
+        top_ids.append([j for _, j in best[:k]])
+    return logp, top_logp, top_ids
+
+
+def engine_logp(http, url, model, prompt_ids, response_ids):
+    """Log-probs (R,) of the response under an engine's model, at temperature 1."""
+    return engine_scores(http, url, model, prompt_ids, response_ids, 0)[0]
 
 
 class Reply:

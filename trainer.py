@@ -26,7 +26,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from multiprocessing.managers import BaseManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +36,8 @@ import urllib3
 from accelerate import Accelerator
 from safetensors.torch import safe_open, save_file
 
+from judge import HINT_CHOICE
+from main import TIS_CAP_WITH_PPO, Config, Problem, validate
 from proxy import engine_logp, judged_numbers, load_turns, strip_wrappers
 from sync import BASE, LORA_TARGETS, Sync, SyncError, check_names, load_extra
 
@@ -118,7 +120,7 @@ class Policy(torch.nn.Module):
         hidden = hidden[batch.rows, batch.cols]  # (N, H)
 
         def piece(h, at):
-            return (read or chosen(batch.targets))(h, lambda: head(h).float() / temperature, at)
+            return (read or chosen(batch.targets))(h, lambda: scaled(head(h), temperature), at)
 
         spans = [slice(i, i + self.chunk) for i in range(0, len(hidden), self.chunk)]
         if len(spans) == 1:
@@ -130,6 +132,11 @@ class Policy(torch.nn.Module):
         return joined if read else joined[0]
 
 
+def scaled(logits, temperature):
+    """Logits (n, V) in float32 over the temperature; at 1 that needs no second copy of them."""
+    return logits.float() if temperature == 1 else logits.float() / temperature
+
+
 # What a forward pass may read. h (n, H) hidden states, logits() (n, V), at: which of the N tokens.
 
 
@@ -138,7 +145,7 @@ def chosen(targets):
 
     def read(h, logits, at):
         z = logits()  # (n, V)
-        return (z.gather(1, targets[at, None])[:, 0] - z.logsumexp(1),)
+        return (-torch.nn.functional.cross_entropy(z, targets[at], reduction="none"),)
 
     return read
 
@@ -177,7 +184,7 @@ def distilled_full(targets, teacher_hidden, teacher_head, temperature):
     def read(h, logits, at):
         student = logits().log_softmax(1)  # (n, V)
         with torch.no_grad():
-            teacher = (teacher_head(teacher_hidden[at]).float() / temperature).log_softmax(1)
+            teacher = scaled(teacher_head(teacher_hidden[at]), temperature).log_softmax(1)
         return student.gather(1, targets[at, None])[:, 0], reverse_kl(student, teacher)
 
     return read
@@ -214,12 +221,12 @@ def clipped(rho, advantage, cfg):
     return torch.minimum(loss, ceiling), took | (loss > ceiling)
 
 
-def ppo(logp, prox_logp, rollout_logp, advantage, cfg):
+def ppo(logp, prox_logp, rollout_logp, advantage, cfg, rows=None):
     """old = pi_b: the ratio repairs staleness and the difference between engine and trainer."""
     return clipped(ratio(logp, rollout_logp), advantage, cfg)
 
 
-def decoupled(logp, prox_logp, rollout_logp, advantage, cfg):
+def decoupled(logp, prox_logp, rollout_logp, advantage, cfg, rows=None):
     """Decoupled PPO (AReaL, Fu 2025), with one update per batch truncated importance sampling (TIS,
     Yao 2025):  w * max(-u A, -clip(u) A), u = pi / pi_p, w = min(pi_p / pi_b, C) detached."""
     weight = ratio(prox_logp, rollout_logp).clamp(max=cfg.tis_cap).detach()  # (N,)
@@ -227,7 +234,10 @@ def decoupled(logp, prox_logp, rollout_logp, advantage, cfg):
     return weight * loss, took
 
 
-LOSSES = {"ppo": ppo, "decoupled": decoupled}  # ABLATE: --extra adds rows; same arguments, results
+# ABLATE: --extra adds rows. --loss NAME picks all of its name; BEFORE also goes by --hint-choice.
+LOSSES = {"ppo": ppo, "decoupled": decoupled}  # rows (N,): which turn a token belongs to
+BEFORE = {}  # (trainer, turns): on the whole batch before its first update, to change the turns
+READS = {}  # (trainer, batch, turns) -> what to read of the logits: logp (n,), a further loss (n,)
 
 
 def k3(logp, ref_logp):
@@ -350,6 +360,8 @@ class Trainer:
         """The untouched model: the frozen copy, or the policy with its adapter off."""
         if self.teacher is not None:
             yield self.teacher
+        elif not self.cfg.lora_rank:
+            sys.exit("trainer: the base model is needed here: --teacher trainer keeps a copy of it")
         else:
             with self.policy.lm.disable_adapter():
                 yield self.model
@@ -360,8 +372,8 @@ class Trainer:
         The teacher scores the original response ids under their hinted prompts, with the student's
         arithmetic and temperature.
         """
-        cfg, todo = self.cfg, [t for t in turns if t["distil"]
-                               and (self.cfg.topk or t["teacher_logp"] is None)]
+        cfg, key = self.cfg, "teacher_top" if self.cfg.topk else "teacher_logp"
+        todo = [t for t in turns if t["distil"] and not self.scored(t)]
         reads = {"": None, "full": hidden_only}
         read = reads[cfg.topk] if cfg.topk in reads else top(int(cfg.topk))
         if not todo and not cfg.kl_coef:
@@ -370,12 +382,19 @@ class Trainer:
             rows = self.each([hinted_prompt(t) for t in todo], [t["response_ids"] for t in todo],
                              model, read=read)
             for turn, row in zip(todo, rows, strict=True):
-                turn["teacher_top" if cfg.topk else "teacher_logp"] = row if cfg.topk else row[0]
+                turn[key] = row if cfg.topk else row[0]
             if cfg.kl_coef:
                 refs = self.logp([t["prompt_ids"] for t in turns],
                                  [t["response_ids"] for t in turns], model)
                 for turn, ref in zip(turns, refs, strict=True):
                     turn["ref_logp"] = ref
+
+    def scored(self, turn):
+        """Has an engine, or the run that is replayed, scored this turn as we need it?"""
+        if not self.cfg.topk:
+            return turn["teacher_logp"] is not None
+        best = turn.get("teacher_top")  # log-probs and ids, (R, K) each
+        return best is not None and str(len(best[0][0])) == self.cfg.topk
 
     # ---- one step
 
@@ -383,14 +402,18 @@ class Trainer:
         """--updates-per-batch optimiser updates on a batch of turns (dicts) -> metrics. All ranks
         call it alike."""
         cfg = self.cfg
+        for name in (cfg.loss, cfg.hint_choice):
+            if name in BEFORE:
+                BEFORE[name](self, turns)
         self.attach(turns)
         weights = token_weights([len(t["response_ids"]) for t in turns], cfg.loss_agg)
         for turn, weight in zip(turns, weights, strict=True):
             turn["weight"], turn["prox_logp"] = weight * freshness(turn, cfg), None
-        stats = Stats()
+            turn["age"] = self.step - turn["version_start"]
+        stats = Stats(turns)
         for _ in range(cfg.updates_per_batch):
             grad_norm = self.update(turns, stats)
-        return {**stats.gather(self.acc, cfg.updates_per_batch), "grad_norm": grad_norm}
+        return {**stats.gather(self.acc, cfg), "grad_norm": grad_norm}
 
     def update(self, turns, stats):
         """One optimiser update over all micro-batches -> gradient norm before clipping."""
@@ -414,7 +437,7 @@ class Trainer:
         cfg = self.cfg
         batch = collate([t["prompt_ids"] for t in turns], [t["response_ids"] for t in turns],
                         self.device)
-        logp, distance = self.forward(batch, turns)  # (N,) and, with --topk, (N,)
+        logp, further = self.forward(batch, turns)  # (N,) and, with --topk, (N,)
         if turns[0]["prox_logp"] is None:  # pi_p is pi before the first update
             sizes = [len(t["response_ids"]) for t in turns]
             for turn, piece in zip(turns, logp.detach().split(sizes), strict=True):
@@ -423,38 +446,50 @@ class Trainer:
         rollout_logp = self.flat(turns, lambda t: t["rollout_logp"])  # (N,)
         teacher_logp = self.flat(turns, lambda t: zeros(t, t["teacher_logp"]))  # (N,)
         r = self.spread(turns, lambda t: t["r"] or 0.0)  # (N,)
-        distil = self.spread(turns, lambda t: t["distil"]).bool()  # (N,)
-        by_token = distil & (distance is None)  # with --topk the hint part is a loss of its own
-        advantage = advantages(r, by_token, teacher_logp, prox_logp, cfg)  # (N,)
-        loss, was_clipped = LOSSES[cfg.loss](logp, prox_logp, rollout_logp, advantage, cfg)  # (N,)
-        if distance is not None:
-            loss = loss + cfg.w_opd * torch.where(distil, distance, torch.zeros_like(distance))
+        # with --topk the hint part is a loss of its own
+        distil = self.spread(turns, lambda t: t["distil"] and not cfg.topk).bool()  # (N,)
+        advantage = advantages(r, distil, teacher_logp, prox_logp, cfg)  # (N,)
+        loss, was_clipped = LOSSES[cfg.loss](logp, prox_logp, rollout_logp, advantage, cfg,
+                                             batch.rows)  # (N,)
+        if further is not None:
+            loss = loss + further
         if cfg.kl_coef:
             near = ratio(logp, rollout_logp).clamp(max=cfg.tis_cap).detach()  # (N,)
             ref_logp = self.flat(turns, lambda t: t["ref_logp"])  # (N,)
             loss = loss + cfg.kl_coef * near * k3(logp, ref_logp)
-        total = (loss * self.spread(turns, lambda t: t["weight"])).sum() * (0.0 if dummy else 1.0)
+        loss = loss * self.spread(turns, lambda t: t["weight"])  # (N,)
+        total = loss.sum() * (0.0 if dummy else 1.0)
         if not dummy:
             slope = torch.autograd.grad(total, logp, retain_graph=True)[0]  # (N,) each token's pull
-            pulls = slope.abs() + (0 if distance is None else distil.float())
-            stats.add(batch, turns, total.detach(), pulls, logp.detach(), rollout_logp,
-                      was_clipped, advantage, self.step)
+            pull = slope.abs() + (0 if further is None else further.detach().abs())
+            hint = torch.where(distil, teacher_logp - prox_logp, torch.nan)  # (N,)
+            stats.add(cfg, turns, batch.rows, loss.detach(), pull, logp.detach(), prox_logp,
+                      rollout_logp, was_clipped, advantage, hint)
         # DDP and FSDP average over ranks; the weights above are those of the whole step.
         self.acc.backward(total * self.acc.num_processes)
 
     def forward(self, batch, turns):
-        """-> logp (N,) and, with --topk, the reverse KL to the teacher (N,), else None."""
-        if not self.cfg.topk:
+        """-> logp (N,) and a further loss (N,) of --topk (the reverse KL to the teacher where there
+        is a hint) or of a row of READS, else None."""
+        cfg = self.cfg
+        if cfg.loss in READS:
+            return self.model(batch, read=READS[cfg.loss](self, batch, turns))
+        if not cfg.topk:
             return self.model(batch), None
         columns = [torch.cat([self.top_of(t, k) for t in turns]).to(self.device)
-                   for k in range(1 if self.cfg.topk == "full" else 2)]
-        if self.cfg.topk == "full":
-            with self.base() as model:
-                head = self.acc.unwrap_model(model).head()
-            read = distilled_full(batch.targets, columns[0], head, self.cfg.temperature)
+                   for k in range(1 if cfg.topk == "full" else 2)]
+        if cfg.topk == "full":
+            read = distilled_full(batch.targets, columns[0], self.base_head(), cfg.temperature)
         else:
             read = distilled_top(batch.targets, *columns)
-        return self.model(batch, read=read)
+        logp, distance = self.model(batch, read=read)
+        distil = self.spread(turns, lambda t: t["distil"]).bool()  # (N,)
+        return logp, cfg.w_opd * torch.where(distil, distance, torch.zeros_like(distance))
+
+    def base_head(self):
+        """What turns the teacher's hidden states into logits."""
+        with self.base() as model:
+            return self.acc.unwrap_model(model).head()
 
     def top_of(self, turn, k):
         """Column k of a turn's teacher (R, ...); a turn without a hint gets one of weight 0."""
@@ -523,43 +558,70 @@ def freshness(turn, cfg):
     by the number of samples, or an old batch would not be damped at all."""
     if not cfg.freshness_half_life:
         return 1.0
-    return 2.0 ** (-max(0.0, time.time() - turn["finished"]) / cfg.freshness_half_life)
+    return 2.0 ** (-max(0.0, age_s(turn)) / cfg.freshness_half_life)
+
+
+def age_s(turn):
+    """Seconds from the reply's end to its training, also when a recorded run is replayed."""
+    return (turn["closed"] or time.time()) - turn["finished"]
 
 
 class Stats:
-    """Sums over response tokens of one step; every metric is a sum over a count."""
+    """Sums over response tokens of one batch, by the age of their turns in updates. Every metric is
+    a sum over a count; what belongs to a turn is spread over its tokens."""
 
-    KEYS = ("tokens turns loss ratio clipped kl advantage live_turns gap gap_tokens "
-            "gap_turns").split()
+    KEYS = ("tokens turns loss ratio clipped capped kl advantage live fresh_turns fresh fresh_gap "
+            "stale_gap update_gap hint_tokens hint hint_sq hint_clipped").split()
 
-    def __init__(self):
-        self.sums = dict.fromkeys(self.KEYS, 0.0)
+    def __init__(self, turns):
+        self.ages = sorted({t["age"] for t in turns})  # the same on all ranks
+        self.sums = torch.zeros(len(self.ages), len(self.KEYS), dtype=torch.float64)
 
-    def add(self, batch, turns, total, pulls, logp, rollout_logp, was_clipped, advantage, version):
-        x = logp - rollout_logp  # (N,) unclamped: diagnostics show what is there
-        fresh = [t["version_start"] == t["version_end"] == version for t in turns]
-        is_fresh = torch.tensor(fresh, device=x.device)[batch.rows]  # (N,)
-        live = torch.zeros(len(turns), device=x.device).index_add_(0, batch.rows, pulls) > 0
-        sums = {"tokens": len(x), "turns": len(turns), "loss": total,
-                "ratio": x.clamp(max=80).exp().sum(), "clipped": was_clipped.sum(),
-                "kl": (x.clamp(max=80).exp() - 1 - x).sum(), "advantage": advantage.sum(),
-                "live_turns": live.sum(), "gap": x.abs()[is_fresh].sum(),
-                "gap_tokens": is_fresh.sum(), "gap_turns": sum(fresh)}
-        for key, value in sums.items():
-            self.sums[key] += float(value)
+    def add(self, cfg, turns, rows, loss, pull, logp, prox_logp, rollout_logp, was_clipped,
+            advantage, hint):
+        """One micro-batch. rows (N,) which turn; hint (N,) the distillation advantage before its
+        bound, nan where there is none; all else (N,) as well. Log-ratios are not clamped here."""
+        n = torch.bincount(rows, minlength=len(turns))[rows].double()  # (N,)
+        fresh = torch.tensor([t["age"] == 0 and t["version_end"] == t["version_start"]
+                              for t in turns], device=rows.device)[rows]  # (N,)
+        live = torch.zeros(len(turns), device=rows.device).index_add_(0, rows, pull) > 0
+        x, gap = logp - rollout_logp, (prox_logp - rollout_logp).abs()
+        big = x.clamp(max=80).exp()
+        has_hint = ~hint.isnan()
+        hint = hint.nan_to_num()
+        capped = (prox_logp - rollout_logp > math.log(cfg.tis_cap)) & (cfg.loss == "decoupled")
+        columns = [torch.ones_like(x), 1 / n, loss, big, was_clipped, capped, big - 1 - x,
+                   advantage, live[rows] / n, fresh / n, fresh, gap * fresh, gap * ~fresh,
+                   (logp - prox_logp).abs(), has_hint, hint, hint * hint,
+                   hint.abs() > cfg.opd_clip]
+        at = torch.tensor([self.ages.index(t["age"]) for t in turns])[rows.cpu()]
+        self.sums.index_add_(0, at, torch.stack([c.double().cpu() for c in columns], 1))
 
-    def gather(self, acc, updates):
+    def gather(self, acc, cfg):
         """Sum over ranks, then divide. Several updates on a batch count its tokens each time."""
-        sums = torch.tensor([self.sums[k] for k in self.KEYS], dtype=torch.float64)
+        sums, updates = self.sums, cfg.updates_per_batch
         if acc.num_processes > 1:
             sums = acc.reduce(sums.to(acc.device), "sum").cpu()
+        by_age = {age: self.ratios(row, cfg) for age, row in zip(self.ages, sums, strict=True)}
+        s = dict(zip(self.KEYS, sums.sum(0).tolist(), strict=True))
+        stale, hints = s["tokens"] - s["fresh"], s["hint_tokens"]
+        mean = s["hint"] / hints if hints else None
+        return {"loss": s["loss"] / updates, **self.ratios(sums.sum(0), cfg), "by_age": by_age,
+                "advantage_mean": s["advantage"] / s["tokens"],
+                "nonzero_grad_frac": s["live"] / s["turns"],
+                "logp_gap_n": round(s["fresh_turns"] / updates),
+                "logp_gap_turns": s["fresh_gap"] / s["fresh"] if s["fresh"] else None,
+                "logp_gap_stale": s["stale_gap"] / stale if stale else None,
+                "logp_gap_update": s["update_gap"] / s["tokens"],
+                "opd_mean": mean,
+                "opd_std": hints and max(0.0, s["hint_sq"] / hints - mean * mean) ** 0.5 or None,
+                "opd_clip_frac": s["hint_clipped"] / hints if hints else None}
+
+    def ratios(self, sums, cfg):
         s = dict(zip(self.KEYS, sums.tolist(), strict=True))
-        return {"loss": s["loss"] / updates, "ratio_mean": s["ratio"] / s["tokens"],
+        return {"tokens": round(s["tokens"]), "ratio_mean": s["ratio"] / s["tokens"],
                 "clip_frac": s["clipped"] / s["tokens"], "kl": s["kl"] / s["tokens"],
-                "advantage_mean": s["advantage"] / s["tokens"], "tokens": int(s["tokens"]),
-                "nonzero_grad_frac": s["live_turns"] / s["turns"],
-                "logp_gap_n": int(s["gap_turns"]),
-                "logp_gap_turns": s["gap"] / s["gap_tokens"] if s["gap_tokens"] else None}
+                "cap_frac": s["capped"] / s["tokens"] if cfg.loss == "decoupled" else None}
 
 
 # -------------------------------------------------------------------------------------- the canary
@@ -668,6 +730,8 @@ class Service:
 
 # ----------------------------------------------------------------------------------------- the loop
 
+REPLAYED = ("run_dir", "seed", "hint_choice", "extra", "tracker")  # beside the training knobs
+
 
 def connect():
     """The sample queue that main holds, over its Unix socket."""
@@ -683,6 +747,8 @@ class Recorded:
 
     def __init__(self, cfg):
         turns = [t for t in load_turns(cfg.replay).values() if t.fate == "trained"]
+        for turn in turns:
+            choose_again(turn, cfg)
         turns.sort(key=lambda t: t.step)  # stable: the order of the file within a step
         steps, n = sorted({t.step for t in turns}), cfg.batch_size
         self.batches = [turns[i : i + n] for i in range(0, len(turns), n)] if cfg.rebatch else [
@@ -693,16 +759,24 @@ class Recorded:
         return {"turns": [asdict(t) for t in turns], "stop": not turns,
                 "window": judged_numbers(turns) | {"dropped": {}, "queue_depth": 0}}
 
-    def commit(self, step, fates):
+    def commit(self, step, fates, found):
         pass
 
     def status(self, line=False):
         return {"version": 0, "gap_max": 0.0, "ready": sum(map(len, self.batches))}
 
 
+def choose_again(turn, cfg):
+    """The recorded hints under this run's --hint-choice; another hint has another teacher."""
+    if turn.hint and turn.hint_skip is None:
+        hint = HINT_CHOICE[cfg.hint_choice](turn.hints)
+        if hint != turn.hint:
+            turn.hint, turn.teacher_logp, turn.teacher_top = hint, None, None
+
+
 def replay_config(argv):
-    """--replay RUN/turns.jsonl [--run-dir DIR] [--any-knob value]: the recorded run's config with
-    the given knobs changed."""
+    """--replay RUN/turns.jsonl [--run-dir DIR] [--knob value]: the recorded run's config with the
+    given training knobs changed. What was decided while serving and judging cannot be changed."""
     if len(argv) % 2 or not all(flag.startswith("--") for flag in argv[::2]):
         sys.exit("trainer: --replay RUN/turns.jsonl [--knob value ...]")
     given = {k[2:].replace("-", "_"): v for k, v in zip(argv[::2], argv[1::2], strict=True)}
@@ -711,17 +785,27 @@ def replay_config(argv):
         sys.exit(f"trainer: --replay {path}: no such file, or no config.json beside it")
     cfg = load_config(path.parent)
     cfg.run_dir = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-replay"
+    knobs = {f.name: f for f in fields(Config)}
     for key, value in given.items():
-        old = getattr(cfg, key, None)
-        if old is None:
-            sys.exit(f"trainer: --{key.replace('_', '-')} is not a knob of the recorded run")
+        flag = f"--{key.replace('_', '-')}"
+        if key not in knobs or not (knobs[key].metadata["group"] == "training" or key in REPLAYED):
+            sys.exit(f"trainer: {flag} is not a knob of training: a replay cannot change it")
+        kind = knobs[key].type
         try:
-            setattr(cfg, key, value == "true" if isinstance(old, bool) else type(old)(value))
+            setattr(cfg, key, value == "true" if kind is bool else kind(value))
         except ValueError:
-            sys.exit(f"trainer: --{key.replace('_', '-')} {value}: {type(old).__name__} is needed")
-    cfg.replay, cfg.rebatch, cfg.engine_url = str(path), "batch_size" in given, ""
+            sys.exit(f"trainer: {flag} {value}: {kind.__name__} is needed")
+    if "tis_cap" in given and cfg.loss == "ppo":
+        sys.exit(f"trainer: {TIS_CAP_WITH_PPO}")
     if (Path(cfg.run_dir) / "metrics.jsonl").exists():
         sys.exit(f"trainer: --run-dir {cfg.run_dir} holds a run already; name another one")
+    cfg.replay, cfg.rebatch, cfg.engine_url, cfg.api_key = str(path), "batch_size" in given, "", "-"
+    if cfg.extra:
+        load_extra(cfg.extra)
+    try:
+        validate(cfg)
+    except Problem as problem:
+        sys.exit(f"trainer: {problem}")
     Path(cfg.run_dir).mkdir(parents=True, exist_ok=True)
     (Path(cfg.run_dir) / "config.json").write_text(json.dumps(vars(cfg), indent=1))
     return cfg
@@ -733,7 +817,8 @@ def run(cfg):
 
     if cfg.loss not in LOSSES:
         sys.exit(f"trainer: --loss {cfg.loss} is not one of {', '.join(LOSSES)}")
-
+    if cfg.topk and cfg.loss in READS:
+        sys.exit(f"trainer: --topk {cfg.topk} and --loss {cfg.loss} both say what to distil")
     trainer = Trainer(cfg)
     source = Recorded(cfg) if cfg.replay else None
     queue = (source or connect()) if trainer.acc.is_main_process else None
@@ -781,8 +866,15 @@ def step(service, turns):
     start, trainer = time.monotonic(), service.trainer
     metrics = trainer.train(turns)
     if service.boss:
-        service.queue.commit(trainer.step, {t["id"]: "trained" for t in turns})
+        service.queue.commit(trainer.step, {t["id"]: "trained" for t in turns},
+                             {t["id"]: scores(t) for t in turns})
     return metrics | {"train_s": time.monotonic() - start}
+
+
+def scores(turn):
+    """What the step found out about a turn's tokens: for the record, and for --replay."""
+    found = {k: turn[k] for k in ("prox_logp", "teacher_logp") if turn[k] is not None}
+    return {k: [round(float(x), 5) for x in v] for k, v in found.items()}
 
 
 # ------------------------------------------------------------------------------------ what is shown
@@ -792,11 +884,17 @@ def report(service, lease, metrics, synced):
     """One line and one decoded turn on screen, the same in metrics.jsonl and the trackers."""
     cfg, trainer = service.cfg, service.trainer
     turns, window, status = lease["turns"], lease["window"], service.queue.status(True)
-    ages = [trainer.step - cfg.updates_per_batch - t["version_start"] for t in turns]
+    ages, seconds = [t["age"] for t in turns], [age_s(t) for t in turns]
+    scored = [t["score"] for t in turns if t["score"] is not None]
     row = {"step": trainer.step, "version": status["version"], **window, **metrics,
            "turns": len(turns), "logp_gap": synced.get("logp_gap"), "canary": synced.get("canary"),
            "age_mean": sum(ages) / len(ages), "age_max": max(ages),
            "age_hist": {a: ages.count(a) for a in sorted(set(ages))},
+           "age0_frac": ages.count(0) / len(ages),
+           "age_s_mean": sum(seconds) / len(ages), "age_s_max": max(seconds),
+           "trained_reward_mean": sum(scored) / len(scored) if scored else None,
+           "trained_tokens_mean": sum(len(t["response_ids"]) for t in turns) / len(turns),
+           "trained_frac": len(turns) / window["judged"] if window["judged"] else None,
            "sync_s": synced.get("sync_s", 0.0), "sync_wait_s": synced.get("sync_wait_s", 0.0),
            "check_s": synced.get("check_s", 0.0), "pause_s": synced.get("pause_s", 0.0),
            "sync_gap_max_s": status["gap_max"], "time": time.time(),
@@ -821,7 +919,8 @@ def step_line(row):
             f"?{votes['invalid']}) "
             f"tokens {num('reply_tokens', 0)} hint {num('hint_rate')} cut {num('cut_frac')} | "
             f"loss {num('loss', 3)} gap {num('logp_gap', 4)} turns' {num('logp_gap_turns', 4)} "
-            f"ratio {num('ratio_mean')} clip {num('clip_frac')} |g| {num('grad_norm')} | "
+            f"ratio {num('ratio_mean')} clip {num('clip_frac')} cap {num('cap_frac')} "
+            f"|g| {num('grad_norm')} | "
             f"age {num('age_mean', 1)}/{row['age_max']} | wait {num('wait_s', 1)} "
             f"train {num('train_s', 1)} sync {num('sync_s')} s | not trained: {dropped}"
             + (" | CANARY SUSPICIOUS" if row["canary"] == "suspicious" else ""))
@@ -847,8 +946,9 @@ def load_config(run_dir):
 
 if __name__ == "__main__":
     sys.modules["trainer"] = sys.modules["__main__"]  # so that --extra files see this very module
-    config = replay_config(sys.argv[1:]) if "--replay" in sys.argv else load_config(sys.argv[1])
-    if config.extra:
+    replayed = "--replay" in sys.argv
+    config = replay_config(sys.argv[1:]) if replayed else load_config(sys.argv[1])
+    if config.extra and not replayed:
         load_extra(config.extra)
     try:
         run(config)

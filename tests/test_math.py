@@ -115,7 +115,7 @@ def test_distillation_step_against_a_loop(tmp_path, topk, rank):
             want += kl_loop(logp, logt, topk) / len(turn["response_ids"]) / len(turns)
     metrics = step.train(turns)
     assert metrics["loss"] == pytest.approx(want, abs=1e-5)
-    assert metrics["nonzero_grad_frac"] == 0.75 and metrics["grad_norm"] > 0
+    assert metrics["nonzero_grad_frac"] == pytest.approx(0.75) and metrics["grad_norm"] > 0
 
 
 def full_logps(student, teacher, turn, temperature):
@@ -175,5 +175,7 @@ def test_freshness_is_not_normalised_away():
     import time
 
     cfg = SimpleNamespace(freshness_half_life=10.0)
-    assert T.freshness({"finished": time.time() - 20}, cfg) == pytest.approx(0.25, abs=0.01)
-    assert T.freshness({"finished": time.time() - 20}, SimpleNamespace(freshness_half_life=0)) == 1
+    old = {"finished": time.time() - 20, "closed": 0.0}
+    assert T.freshness(old, cfg) == pytest.approx(0.25, abs=0.01)
+    assert T.freshness({"finished": 100.0, "closed": 110.0}, cfg) == 0.5  # as it was: a replay
+    assert T.freshness(old, SimpleNamespace(freshness_half_life=0)) == 1

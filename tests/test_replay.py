@@ -58,7 +58,10 @@ def test_replay_repeats_the_steps_and_is_deterministic(recorded, tmp_path):
     (["--replay", "/no/such"], "no such file"), (["--replay"], "--knob value"),
     (["--replay", "{run}/turns.jsonl", "--no-such-knob", "1"], "not a knob"),
     (["--replay", "{run}/turns.jsonl", "--lr", "much"], "float is needed"),
-    (["--replay", "{run}/turns.jsonl", "--loss", "mystery", "--run-dir", "{run}/x"], "ppo, de")])
+    (["--replay", "{run}/turns.jsonl", "--loss", "mystery", "--run-dir", "{run}/x"], "ppo or"),
+    (["--replay", "{run}/turns.jsonl", "--mode", "rl"], "not a knob of training"),
+    (["--replay", "{run}/turns.jsonl", "--tis-cap", "3"], "square the ratio"),
+    (["--replay", "{run}/turns.jsonl", "--topk", "99"], "1 to 50")])
 def test_mistakes_end_with_one_sentence(recorded, flags, words):
     done = subprocess.run([sys.executable, "trainer.py", *(f.format(run=recorded) for f in flags)],
                           cwd=ROOT, capture_output=True, text=True, timeout=120)
