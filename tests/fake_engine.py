@@ -192,9 +192,8 @@ class FakeEngine:
         return 200, f"Success: LoRA adapter '{name}' {'added' if load else 'removed'} successfully."
 
     def completion(self, body):
-        ids = body["prompt"]
-        scored = [{str(i): {"logprob": x, "rank": 1, "decoded_token": "x"}}
-                  for i, x in zip(ids, self.score(body["model"], ids), strict=True)]
+        ids, k = body["prompt"], body["prompt_logprobs"]
+        scored = [ranked(i, x, k) for i, x in zip(ids, self.score(body["model"], ids), strict=True)]
         choice = {"index": 0, "text": "x", "logprobs": None, "finish_reason": "length",
                   "stop_reason": None, "token_ids": None, "prompt_logprobs": [None, *scored[1:]],
                   "prompt_token_ids": None, "routed_experts": None}
@@ -202,6 +201,16 @@ class FakeEngine:
                 "model": body["model"], "choices": [choice],
                 "usage": {"prompt_tokens": len(ids), "total_tokens": len(ids) + 1,
                           "completion_tokens": 1}}
+
+
+def ranked(token, logp, k):
+    """One place of prompt_logprobs: the token itself and, if k > 0, the k likeliest ones, here ids
+    900 ... Every other token is the likeliest: then there are k entries, else k + 1."""
+    own = k > 0 and token % 2 == 0
+    places = [(token, logp, 1 if own else k + 1)]
+    places += [(900 + j, logp - j, j + 1) if own else (900 + j, logp + j, k + 1 - j)
+               for j in range(1, k + (not own))]
+    return {str(i): {"logprob": x, "rank": rank, "decoded_token": ""} for i, x, rank in places}
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import urllib3
+from fake_engine import FakeEngine
 
 import judge
 from judge import (
@@ -166,7 +167,8 @@ def settings(url="", **changes):
                 judge_max_tokens=64, judge_is_ours=False, judge_timeout=4.0, eval=True,
                 train_cut="all", hint_choice="longest", max_model_len=4096, max_train_len=4096,
                 teacher="trainer", judge_threads=2, at_least_one=False, max_staleness=4,
-                steps=0, sync_every=1, batch_size=2, schedule="greedy", window=8, max_wait=0)
+                topk="", steps=0, sync_every=1, batch_size=2, schedule="greedy", window=8,
+                max_wait=0)
     return SimpleNamespace(**base | changes)
 
 
@@ -251,6 +253,44 @@ def test_errors_are_retried_once():
         assert ask(HTTP, settings(url), "task", judged_turn()) is None
     assert len(seen) == 4
     assert ask(HTTP, settings("http://127.0.0.1:9"), "task", judged_turn()) is None
+
+
+# ---------------------------------------------------------------------------- the engine as teacher
+
+
+@pytest.mark.parametrize("k", ["", "1", "3", "50"])
+def test_engine_side_teacher(k):
+    """The engine scores the original ids under the hinted prompt. With --topk K exactly K ids come
+    back at each place, likeliest first, also where the engine sends K + 1 because the reply's own
+    token is not among them (odd ids here); without it there are none."""
+    with FakeEngine() as engine:
+        engine.score = lambda model, ids: [-float(i) for i in ids]
+        cfg = settings(judge="lexicon", mode="opd", teacher="engine", teacher_url=engine.url,
+                       teacher_model="base", topk=k)
+        turn = judged_turn()
+        turn.prompt_ids = engine.tokens(turn.messages)
+        assert judge_turn(turn, cfg, HTTP, (engine.url, "base")) is None
+        (body,) = [b for p, b in engine.calls if p == "/v1/completions"]
+    assert body["prompt"] == turn.hinted_prompt_ids[0] + [4, 5] and body["prompt"][0] > 0
+    assert turn.teacher_logp == [-4.0, -5.0] and body["prompt_logprobs"] == int(k or 0)
+    if not k:
+        assert turn.teacher_top is None
+        return
+    logp, ids = turn.teacher_top
+    n = int(k)
+    assert ids == [[4, *range(901, 900 + n)], [*range(900 + n, 900, -1)]]
+    assert logp == [[-4.0 - j for j in range(n)], [-5.0 + n - j for j in range(n)]]
+
+
+def test_lexicon_beside_a_model():
+    """Where a model judges, the word list's own score is kept for comparison; the label is the
+    model's."""
+    with serving(lambda handler, body, path: send(handler, completion(r"\boxed{1}"))) as (url, _):
+        turn = judged_turn("Too long.")
+        judge_turn(turn, settings(url, mode="rl"), HTTP, None)
+    assert (turn.score, turn.lexicon) == (1, -1)
+    judge_turn(turn, settings(judge="lexicon", mode="rl"), HTTP, None)
+    assert (turn.score, turn.lexicon) == (-1, None)
 
 
 # ------------------------------------------------------------------------- judging without a model

@@ -179,3 +179,72 @@ def test_freshness_is_not_normalised_away():
     assert T.freshness(old, cfg) == pytest.approx(0.25, abs=0.01)
     assert T.freshness({"finished": 100.0, "closed": 110.0}, cfg) == 0.5  # as it was: a replay
     assert T.freshness(old, SimpleNamespace(freshness_half_life=0)) == 1
+
+
+def test_diagnostics_against_a_loop(tmp_path):
+    """Six turns of ages 0 to 2, one sampled across a swap: every diagnostic is a plain sum over a
+    plain count of the tokens concerned, under the policy before the step."""
+    tiny().save_pretrained(tmp_path)
+    step = make_trainer(config(tmp_path, loss="decoupled", tis_cap=1.05, opd_clip=0.3))
+    step.step = 2
+    turns = make_turns(6, hint="h", hints=["h"])
+    for i, turn in enumerate(turns):
+        turn |= dict(version_start=i % 3, version_end=2 if i == 0 else i % 3)
+    got = step.train(turns)
+    by_age, rows = {}, []
+    for turn in turns:
+        x = [p.item() - b for p, b in zip(turn["prox_logp"], turn["rollout_logp"], strict=True)]
+        by_age.setdefault(2 - turn["version_start"], []).extend(x)
+        fresh = turn["version_start"] == turn["version_end"] == 2
+        hints = [t - p.item() for t, p in zip(turn["teacher_logp"], turn["prox_logp"], strict=True)]
+        rows.append((x, fresh, hints if turn["distil"] else []))
+    for age, xs in by_age.items():
+        row = got["by_age"][age]
+        assert row["tokens"] == len(xs)
+        assert row["ratio_mean"] == pytest.approx(sum(map(math.exp, xs)) / len(xs), abs=1e-5)
+        assert row["kl"] == pytest.approx(sum(math.exp(x) - 1 - x for x in xs) / len(xs), abs=1e-5)
+        assert row["cap_frac"] == pytest.approx(sum(x > LOG(1.05) for x in xs) / len(xs))
+    assert 0 < got["cap_frac"] < 1 and got["tokens"] == sum(map(len, by_age.values()))
+    for key, wanted in (("logp_gap_turns", True), ("logp_gap_stale", False)):
+        gaps = [abs(v) for x, fresh, _ in rows if fresh == wanted for v in x]
+        assert gaps and got[key] == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
+    assert got["logp_gap_n"] == 2 and got["logp_gap_update"] == 0
+    hints = [h for *_, hs in rows for h in hs]
+    mean = sum(hints) / len(hints)
+    assert got["opd_mean"] == pytest.approx(mean, abs=1e-4)
+    spread = math.sqrt(sum((h - mean) ** 2 for h in hints) / len(hints))
+    assert got["opd_std"] == pytest.approx(spread, abs=1e-4)
+    assert got["opd_clip_frac"] == sum(abs(h) > 0.3 for h in hints) / len(hints)
+
+
+def test_gap_within_the_step(tmp_path):
+    """One update: the policy is its own prox. A second one: it has moved, and the clip sees it."""
+    tiny().save_pretrained(tmp_path)
+    moved = []
+    for updates in (1, 2):
+        step = make_trainer(config(tmp_path, loss="decoupled", lr=1e-2, updates_per_batch=updates))
+        moved.append(step.train(make_turns(4)))
+    assert moved[0]["logp_gap_update"] == 0 < moved[1]["logp_gap_update"]
+    assert moved[0]["clip_frac"] == 0 < moved[1]["clip_frac"]
+    assert moved[1]["tokens"] == 2 * moved[0]["tokens"]
+    assert moved[1]["logp_gap_n"] == moved[0]["logp_gap_n"] == 4
+
+
+def test_engine_side_top_k_is_used_as_it_came(tmp_path):
+    """Distributions that the judge's engine sent are not scored again and give the same loss as
+    the trainer's own; those of another K are of no use and are replaced."""
+    tiny().save_pretrained(tmp_path)
+    step = make_trainer(config(tmp_path, topk="3"))
+    turns = make_turns(3, hint="h", hints=["h"], r=None, teacher_logp=None)
+    for i, turn in enumerate(turns):
+        turn |= dict(hinted_prompt_ids=[[*turn["prompt_ids"], 3]], distil=i != 2)
+    want = step.train(turns)
+    for turn in turns[:2]:
+        turn["teacher_top"] = [column.tolist() for column in turn["teacher_top"]]
+    monkey = step.each
+    step.each = None  # the teacher must not be asked
+    step.step = 0
+    assert step.train(turns)["loss"] == pytest.approx(want["loss"], abs=1e-6)
+    step.each, step.cfg.topk = monkey, "2"
+    assert step.train(turns)["loss"] != want["loss"]
+    assert len(turns[0]["teacher_top"][0][0]) == 2

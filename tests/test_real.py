@@ -351,3 +351,19 @@ def test_teacher_of_the_engine_is_the_teacher_of_the_trainer(engine):
     assert (ours - theirs).abs().mean() < 1e-3
 
 
+
+
+def test_top_k_of_the_engine_is_that_of_the_trainer(engine):
+    """Exactly K ids at each place, the trainer's own, with its log-probs (to 0.001); also where the
+    engine sends K + 1 because the reply's own token is not among them."""
+    service = a_sync(engine)[1]
+    own = proxy.engine_scores(service.http, engine.url, BASE, service.prompts[0],
+                              service.replies[0], 3)
+    with engine.trainer.base() as model:
+        logp, ids = engine.trainer.each(service.prompts[:1], service.replies[:1], model, 1.0,
+                                        trainer_module.top(3))[0]
+    outside = [r not in row for r, row in zip(service.replies[0], own[2], strict=True)]
+    assert any(outside) and not all(outside)
+    assert {len(row) for row in own[1] + own[2]} == {3}
+    assert (torch.tensor(own[1]) - logp).abs().max() < 1e-3
+    assert (torch.tensor(own[2]) == ids).float().mean() > 0.98  # near ties may change places

@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import main
-from proxy import REPLY_FIELDS, Turn, TurnLog
+from proxy import REPLY_FIELDS, Turn, TurnLog, load_turns
 
 ROOT = Path(main.__file__).parent
 TIMES = ("wait_s", "train_s", "tokens_per_s", "time", "check_s")
@@ -52,6 +53,36 @@ def test_replay_repeats_the_steps_and_is_deterministic(recorded, tmp_path):
     assert [r["turns"] for r in first] == [2, 2] and first[0]["grad_norm"] > 0
     other = replay(recorded, tmp_path / "c", "--topk", "full", "--batch-size", "4")
     assert [r["turns"] for r in other] == [4] and other[0]["loss"] != first[0]["loss"]
+
+
+def test_recorded_teacher_and_other_hints():
+    """The recorded teacher is used again; under another --hint-choice another hint may teach, and
+    what was recorded for the old one is not used for it."""
+    import trainer
+
+    turn = Turn("t", "s", hints=["a long hint", "short"], hint="a long hint", teacher_logp=[-1.0])
+    trainer.choose_again(turn, SimpleNamespace(hint_choice="longest"))
+    assert turn.teacher_logp == [-1.0]
+    trainer.HINT_CHOICE["shortest"] = lambda hints: min(hints, key=len)
+    try:
+        trainer.choose_again(turn, SimpleNamespace(hint_choice="shortest"))
+    finally:
+        del trainer.HINT_CHOICE["shortest"]
+    assert (turn.hint, turn.teacher_logp) == ("short", None)
+
+
+def test_what_a_step_found_out_is_recorded(tmp_path):
+    """Teacher and prox log-probs of a trained turn come back from turns.jsonl."""
+    import trainer
+
+    log = TurnLog(tmp_path / "turns.jsonl")
+    turn = Turn("t", "s")
+    log.write(turn, "reply", session="s")
+    log.close(turn, "trained", 3, **trainer.scores({"prox_logp": [-0.123456789],
+                                                    "teacher_logp": None}))
+    back = load_turns(tmp_path / "turns.jsonl")["t"]
+    assert back.prox_logp == [-0.12346] and back.teacher_logp is None
+    assert (back.fate, back.step) == ("trained", 3) and back.closed == turn.closed > 0
 
 
 @pytest.mark.parametrize(("flags", "words"), [
