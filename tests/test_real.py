@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 import urllib3
+from conftest import Proxy, config
 
 import main
 import proxy
@@ -367,3 +368,175 @@ def test_top_k_of_the_engine_is_that_of_the_trainer(engine):
     assert {len(row) for row in own[1] + own[2]} == {3}
     assert (torch.tensor(own[1]) - logp).abs().max() < 1e-3
     assert (torch.tensor(own[2]) == ids).float().mean() > 0.98  # near ties may change places
+
+
+# --------------------------------------------------------------------- users meet weight updates
+
+
+class Load:
+    """Eight users at a proxy in front of the real engine, half of them streaming, until `stop`."""
+
+    def __init__(self, server):
+        self.server, self.outcomes, self.over = server, [], threading.Event()
+        self.published, publish = [(0.0, 0)], server.policy.publish
+
+        def note(version, name):
+            publish(version, name)
+            self.published.append((time.time(), version))
+
+        server.policy.publish = note
+        self.threads = [threading.Thread(target=self.talk, args=(i,)) for i in range(8)]
+        for thread in self.threads:
+            thread.start()
+
+    def talk(self, i):
+        for n in range(10_000):
+            if self.over.is_set():
+                return
+            said = [{"role": "user", "content": f"What do you know about the number {i * n + n}?"}]
+            status, headers, answer = self.server.post(
+                {"messages": said, "max_tokens": 8, "stream": i % 2 == 0})
+            whole = (answer.endswith("data: [DONE]\n\n") if isinstance(answer, str) else
+                     status != 200 or answer["choices"][0]["finish_reason"] in ("stop", "length"))
+            self.outcomes.append((status, headers.get("Retry-After"), whole))
+
+    def stop(self):
+        self.over.set()
+        for thread in self.threads:
+            thread.join(60)
+
+    def live(self, when):
+        return [version for at, version in self.published if at <= when][-1]
+
+    def check_spans(self, full):
+        """Every turn carries the version that was live when it was forwarded and when it ended."""
+        turns = self.server.turns()
+        for turn in turns:
+            assert turn.version_start in {self.live(turn.created), self.live(turn.first_token)}
+            ends = {self.live(turn.finished - 0.1), self.live(turn.finished)}
+            assert turn.version_end in (ends if full else {turn.version_start})
+        return sum(t.version_end > t.version_start for t in turns)
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(engine, **config) -> a Load on a proxy of its own, and the sync's side of the queue."""
+    made = []
+
+    def make(engine, **changes):
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        server = Proxy(config(lora_rank=engine.cfg.lora_rank, max_requests=16, **changes), engine,
+                       folder)
+        line = Line()
+        line.policy = server.policy
+        line.policy.pausing = not engine.cfg.lora_rank
+        made.append(Load(server))
+        return made[-1], line
+
+    yield make
+    for one in made:
+        one.stop()
+        one.server.close()
+
+
+def swap(engine, service, load, times):
+    """So many updates while the users talk on, and at least ten requests per update."""
+    for done in range(1, times + 1):
+        with torch.no_grad():
+            for name, p in engine.trainer.policy.named_parameters():
+                if "lora_B" in name or (not engine.cfg.lora_rank and "mlp" in name):
+                    p.add_(1e-3 * torch.randn_like(p))
+        engine.trainer.step += 1
+        while (pushed := service.push()) is None:  # all slots are in use
+            time.sleep(0.1)
+        assert pushed["logp_gap"] <= 1e-3
+        limit = time.monotonic() + 60
+        while len(load.outcomes) < 10 * done:
+            assert time.monotonic() < limit, "the users wait"
+            time.sleep(0.05)
+
+
+def a_service(engine, line):
+    service = trainer_module.Service(engine.cfg, engine.trainer, line, tokenizer(engine.cfg))
+    service.start()
+    return service
+
+
+def test_ten_adapters_under_load(engine, load):
+    """LoRA: 100 requests across 10 updates, none refused, none cut, each of one version only."""
+    a_sync(engine)
+    users, line = load(engine)
+    swap(engine, a_service(engine, line), users, 10)
+    users.stop()
+    assert {(status, whole) for status, _, whole in users.outcomes} == {(200, True)}
+    assert len(users.outcomes) >= 100 and users.check_spans(full=False) == 0
+    assert len({t.version_start for t in users.server.turns()}) >= 8
+    assert users.server.idle() and engine.child.alive()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("chunks", [0, 2])
+def test_a_client_that_leaves_frees_the_engine(engine, tmp_path, stream, chunks):
+    """A10, with the engine's own count: gone before the first byte, in mid-stream, or while a
+    whole answer is being made; nothing runs on, nothing becomes a sample."""
+    server = Proxy(config(max_requests=4, max_model_len=1024), engine, tmp_path)
+    said = [{"role": "user", "content": "Tell me a very long story. " * 40}]
+    body = json.dumps({"messages": said, "max_tokens": 600, "stream": stream}).encode()
+    try:
+        with socket.create_connection(("127.0.0.1", server.cfg.port)) as client:
+            client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+                           b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+                           % len(body) + body)
+            wait_for(lambda: running(engine) if chunks else server.policy.open, 20, "a start")
+            for _ in range(chunks * stream):
+                assert client.recv(4096)
+        wait_for(lambda: server.fates() == {"aborted": 1}, 20, "the turn's fate")
+        wait_for(lambda: not running(engine), 20, "the engine's end of it")
+        assert server.idle() and not server.sessions.keys
+    finally:
+        server.close()
+
+
+def running(engine):
+    """What the engine says that it is working on."""
+    text = urllib3.PoolManager().request("GET", f"{engine.url}/metrics").data.decode()
+    return sum(float(line.split()[-1]) for line in text.splitlines()
+               if line.startswith(("vllm:num_requests_running{", "vllm:num_requests_waiting{")))
+
+
+@pytest.fixture(scope="module")
+def full_engine(tmp_path_factory):
+    """A float32 vLLM whose own weights are swapped, and the trainer of them."""
+    folder = tmp_path_factory.mktemp("full")
+    cfg = main.parse(["--lora-rank", "0", "--engine-dtype", "float32", "--max-model-len", "1024",
+                      "--run-dir", str(folder), "--max-requests", "16"])
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    child = Child("policy engine", engine_command(cfg, cfg.model, port, False), folder / "log",
+                  env=engine_env(cfg), cores=cfg.engine_cores)
+    wait_ready(child, url, 240, lambda *_: None)
+    cfg.engine_url = url
+    yield SimpleNamespace(cfg=cfg, url=url, child=child, trainer=trainer_module.Trainer(cfg))
+    child.stop()
+
+
+def test_ten_full_swaps_under_load(full_engine, load):
+    """Full weights: 100 requests across 10 swaps are held, none refused, none cut; those that saw
+    a swap carry both versions. With --pause reject: only 503 with Retry-After, and they come."""
+    users, line = load(full_engine)
+    service = a_service(full_engine, line)
+    swap(full_engine, service, users, 10)
+    users.stop()
+    assert {(status, whole) for status, _, whole in users.outcomes} == {(200, True)}
+    assert len(users.outcomes) >= 100 and users.check_spans(full=True) > 0
+    assert users.server.policy.held > 0 and users.server.idle()
+
+    users, line = load(full_engine, pause="reject")
+    line.policy.version = full_engine.trainer.step
+    users.published[0] = (0.0, full_engine.trainer.step)
+    service.queue = service.sync.queue = line
+    swap(full_engine, service, users, 3)
+    users.stop()
+    assert {(status, whole) for status, _, whole in users.outcomes} == {(200, True), (503, True)}
+    assert all((after is not None) == (status == 503) for status, after, _ in users.outcomes)
+    users.check_spans(full=True)
