@@ -300,14 +300,18 @@ def make_accelerator(cfg):
     """bf16 engine -> bf16 autocast over float32 trainable weights; float32 engine -> float32. (A
     float32 trainer beside a bf16 engine believes in an adapter that users do not get.)"""
     precision = "bf16" if cfg.engine_dtype == "bfloat16" else "no"
-    plugin = None
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and cfg.device != "cpu":
-        from accelerate import FullyShardedDataParallelPlugin
-
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT",
-                                                auto_wrap_policy="transformer_based_wrap")
+    many = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    plugin = fsdp_plugin() if many and cfg.device != "cpu" else None
     return Accelerator(mixed_precision=precision, cpu=cfg.device == "cpu", fsdp_plugin=plugin,
                        log_with=cfg.tracker or None, project_dir=cfg.run_dir)
+
+
+def fsdp_plugin():
+    """FSDP2 over the model's layers (Policy names their class); gathered whole when saved."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    return FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT",
+                                          auto_wrap_policy="transformer_based_wrap")
 
 
 class Trainer:
@@ -437,7 +441,10 @@ class Trainer:
         cfg = self.cfg
         batch = collate([t["prompt_ids"] for t in turns], [t["response_ids"] for t in turns],
                         self.device)
-        logp, further = self.forward(batch, turns)  # (N,) and, with --topk, (N,)
+        outs = [x for x in self.forward(batch, turns) if x is not None]
+        # The loss is taken at leaves and its slopes are sent into the model. KEEP: grad(loss, logp)
+        # would start FSDP's backward on this rank only, and the ranks would hang.
+        logp, *further = [x.detach().requires_grad_() for x in outs]  # (N,) each
         if turns[0]["prox_logp"] is None:  # pi_p is pi before the first update
             sizes = [len(t["response_ids"]) for t in turns]
             for turn, piece in zip(turns, logp.detach().split(sizes), strict=True):
@@ -451,22 +458,21 @@ class Trainer:
         advantage = advantages(r, distil, teacher_logp, prox_logp, cfg)  # (N,)
         loss, was_clipped = LOSSES[cfg.loss](logp, prox_logp, rollout_logp, advantage, cfg,
                                              batch.rows)  # (N,)
-        if further is not None:
-            loss = loss + further
+        loss = sum(further, loss)
         if cfg.kl_coef:
             near = ratio(logp, rollout_logp).clamp(max=cfg.tis_cap).detach()  # (N,)
             ref_logp = self.flat(turns, lambda t: t["ref_logp"])  # (N,)
             loss = loss + cfg.kl_coef * near * k3(logp, ref_logp)
         loss = loss * self.spread(turns, lambda t: t["weight"])  # (N,)
-        total = loss.sum() * (0.0 if dummy else 1.0)
+        slopes = torch.autograd.grad(loss.sum(), [logp, *further])  # (N,) each token's pull
         if not dummy:
-            slope = torch.autograd.grad(total, logp, retain_graph=True)[0]  # (N,) each token's pull
-            pull = slope.abs() + (0 if further is None else further.detach().abs())
+            pull = slopes[0].abs() + sum(x.detach().abs() for x in further)  # (N,)
             hint = torch.where(distil, teacher_logp - prox_logp, torch.nan)  # (N,)
             stats.add(cfg, turns, batch.rows, loss.detach(), pull, logp.detach(), prox_logp,
                       rollout_logp, was_clipped, advantage, hint)
         # DDP and FSDP average over ranks; the weights above are those of the whole step.
-        self.acc.backward(total * self.acc.num_processes)
+        scale = 0.0 if dummy else self.acc.num_processes
+        self.acc.backward(sum((x * g).sum() for x, g in zip(outs, slopes, strict=True)) * scale)
 
     def forward(self, batch, turns):
         """-> logp (N,) and a further loss (N,) of --topk (the reverse KL to the teacher where there
@@ -513,9 +519,18 @@ class Trainer:
     # ---- weights on disk
 
     def state(self):
-        """Whole tensors by the model's own names. KEEP: on all ranks, or FSDP's gather hangs."""
-        state = self.acc.get_state_dict(self.model)
-        return {k.removeprefix("lm."): v for k, v in state.items()}
+        """Whole tensors of all that is trained, by the model's own names, on rank 0; the others get
+        none. KEEP: on all ranks, or gathering the shards hangs. (accelerate's get_state_dict hands
+        out shards under FSDP2 on a CPU.)"""
+        trained = {n for n, p in self.policy.named_parameters() if p.requires_grad}
+        out = {}
+        for name, value in self.policy.state_dict().items():
+            if name in trained:
+                value = value.full_tensor() if hasattr(value, "full_tensor") else value
+                if self.acc.is_main_process:
+                    value = getattr(value, "wait", lambda v=value: v)()  # it may be under way
+                    out[name.removeprefix("lm.")] = value.cpu()
+        return out
 
     def save_adapter(self, folder, state=None):
         """PEFT adapter in the engine's dtype -> folder; every adapter tensor is in the file."""
