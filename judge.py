@@ -363,6 +363,13 @@ class SampleQueue:
             self.places[turn.id] = {"turn": turn, "ready": None, "lease": None, "again": False}
             return True
 
+    def take_up(self, turn):
+        """--resume: a turn that was judged before gets its place back, overload or not."""
+        with self.lock:
+            self.places[turn.id] = {"turn": turn, "ready": self.clock(), "lease": None,
+                                    "again": False}
+            self.last_sample = self.clock()
+
     def resolve(self, turn, reason):
         """Judged: ready to be trained (reason None) or dropped, its place closing up.
         -> True if feedback came meanwhile: the turn is to be judged once more."""

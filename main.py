@@ -24,7 +24,7 @@ from multiprocessing import managers
 from pathlib import Path
 
 import proxy
-from judge import HINT_CHOICE, JUDGES, SCHEDULES, JudgeThreads, SampleQueue
+from judge import HINT_CHOICE, JUDGES, SCHEDULES, JudgeThreads, SampleQueue, sample_parts
 from sync import (
     BASE,
     HERE,
@@ -56,14 +56,27 @@ class Config:
     mode: str = knob("opd", "run", "learn from scores, from hints, or both",
                      ("rl", "opd", "combine"))
     steps: int = knob(0, "run", "end training after this many updates (0: never)")
-    simulate: str = knob("", "run", "talk to a simulated user of this persona, then end: concise")
+    simulate: str = knob("", "run", "talk to simulated users of this persona, then end: concise, "
+                         "student, assistant_teacher, teacher, drifting")
     max_turns: int = knob(0, "run", "questions that the simulated users ask (0: no limit)")
     users: int = knob(8, "run", "simulated users at once")
     held_out: int = knob(2, "run", "replies to each held-out question, before and after (0: none)")
     lockstep: bool = knob(False, "run", "simulated users wait while a batch is being trained")
+    allocation: str = knob("uniform", "run", "what simulated users ask next: uniform, curriculum, "
+                           "boundary, reinforce-ada")
+    drift_at: int = knob(0, "run", "question at which a drifting user changes its wish (0: half of "
+                         "--max-turns)")
+    user_url: str = knob("", "run", "an OpenAI-compatible URL ending in /v1 whose model words the "
+                         "simulated users' reactions (key in env USER_KEY)")
+    user_model: str = knob("", "run", "model name at that URL")
+    save_every: int = knob(AUTO, "run", "updates between checkpoints of the training (0: none; "
+                           "auto: 10 with an adapter, none of full weights)")
+    resume: str = knob("", "run", "go on with the run in this directory, from its last checkpoint; "
+                       "other flags change its config")
     run_dir: str = knob("", "run", "where everything is recorded (default runs/<time>-<mode>)")
     seed: int = knob(0, "run", "for questions, sampling and initial adapter")
-    extra: str = knob("", "run", "a Python file that may add rows to LOSSES, SCHEDULES, PERSONAS")
+    extra: str = knob("", "run", "a Python file that may add rows to LOSSES, SCHEDULES, "
+                      "HINT_CHOICE, PERSONAS")
     tracker: str = knob("", "run", "a tracker that accelerate knows, such as tensorboard or wandb")
 
     model: str = knob(AUTO, "model", "a folder or a name on the Hugging Face hub")
@@ -191,7 +204,23 @@ def parse(argv):
             group.add_argument(flag, type=or_auto(kind), default=f.default, help=text,
                                choices=meta["choices"],
                                metavar=None if meta["choices"] else kind.__name__.upper())
-    return fill(Config(**vars(parser.parse_args(argv))))
+    given = parser.parse_args(argv)
+    if given.resume:
+        parser.set_defaults(**recorded_config(given.resume))
+        given = parser.parse_args(argv)
+    return fill(Config(**vars(given)))
+
+
+def recorded_config(run_dir):
+    """The knobs of a recorded run, for --resume."""
+    path = Path(run_dir) / "config.json"
+    if not path.is_file():
+        raise Problem(f"--resume {run_dir}: no config.json there")
+    old = json.loads(path.read_text())
+    old |= {"run_dir": str(Path(run_dir).resolve()), "resume": run_dir}
+    if old["loss"] == "ppo":
+        old.pop("tis_cap")  # filled in, not given
+    return {f.name: old[f.name] for f in fields(Config) if f.name in old}
 
 
 def or_auto(kind):
@@ -235,9 +264,25 @@ def fill(cfg):
     if cfg.api_key_file:
         cfg.api_key = read_key(cfg.api_key_file)
     cfg.judge_key = os.environ.get("JUDGE_KEY", "")
-    cfg.replay = ""  # trainer.py --replay sets it
+    if cfg.save_every == AUTO:
+        cfg.save_every = 10 if cfg.lora_rank else 0
+    cfg.checkpoint, cfg.replay = checkpoint_of(cfg), ""  # trainer.py --replay sets the latter
     validate(cfg)
     return cfg
+
+
+def step_of(path):
+    """checkpoints/step-12.pt -> 12"""
+    return int(path.stem.split("-")[1])
+
+
+def checkpoint_of(cfg):
+    """--resume: the newest checkpoint of the run, else ''."""
+    found = sorted(Path(cfg.run_dir).glob("checkpoints/step-*.pt"), key=step_of)
+    if cfg.resume and not found:
+        raise Problem(f"--resume {cfg.resume}: no checkpoint there; a run writes them every "
+                      "--save-every updates and at its end")
+    return str(found[-1]) if cfg.resume else ""
 
 
 def split_cores(cfg):
@@ -347,6 +392,8 @@ def validate(cfg):
         (not cfg.extra or Path(cfg.extra).is_file(), f"--extra {cfg.extra} does not exist"),
         (not cfg.simulate or cfg.steps or cfg.max_turns or cfg.max_wait, "--simulate needs an end: "
          "--steps, --max-turns or --max-wait"),
+        (cfg.simulate or cfg.allocation == "uniform" and not (cfg.drift_at or cfg.user_url),
+         "--allocation, --drift-at and --user-url are for users of --simulate only"),
     ]
     for good, sentence in rules:
         if not good:
@@ -368,11 +415,17 @@ def check_model(cfg):
                       f"{window}")
 
 
+def persona_flags(cfg):
+    """What the users' script checks by itself: the tables are its own, --extra may add to them."""
+    keys = ("max_turns", "max_tokens", "allocation", "drift_at", "user_url", "user_model")
+    flags = ["--persona", cfg.simulate] + ["--extra", cfg.extra] * bool(cfg.extra)
+    return flags + [str(x) for k in keys for x in ("--" + k.replace("_", "-"), getattr(cfg, k))]
+
+
 def check_persona(cfg):
-    """Ask the users' script itself: personas are its table, and --extra may add to it."""
-    command = [sys.executable, "examples/simulated_user.py", "--run-dir", ".", "--check",
-               "--persona", cfg.simulate] + ["--extra", cfg.extra] * bool(cfg.extra)
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "examples/simulated_user.py", "--run-dir", ".", "--check"]
+    done = subprocess.run(command + persona_flags(cfg), cwd=HERE, capture_output=True, text=True,
+                          timeout=60)
     if done.returncode:
         raise Problem(f"--simulate {cfg.simulate}: {done.stderr.strip().splitlines()[-1]}")
 
@@ -443,7 +496,7 @@ class System:
     def __init__(self, cfg):
         self.cfg, self.children, self.started = cfg, [], time.time()
         self.run_dir = Path(cfg.run_dir)
-        self.phases, self.mark = {}, time.monotonic()
+        self.phases, self.mark, self.ended = {}, time.monotonic(), False
         self.trainer = self.users = self.web = self.policy = self.socket_dir = None
 
     def phase(self, name):
@@ -521,8 +574,9 @@ def start(system):
                               f"table, nor does --extra {cfg.extra} add it")
     if cfg.simulate:
         check_persona(cfg)
-    if (system.run_dir / "turns.jsonl").exists():
-        raise Problem(f"--run-dir {cfg.run_dir} holds a run already; name another one")
+    if (system.run_dir / "turns.jsonl").exists() and not cfg.resume:
+        raise Problem(f"--run-dir {cfg.run_dir} holds a run already; name another one, or go on "
+                      f"with it: --resume {cfg.run_dir}")
     (system.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     chosen = {k: getattr(cfg, k) for k in PRESETS[cfg.preset]} | {"teacher": cfg.teacher}
     say(f"run {cfg.run_dir} on {cfg.preset}: " + " ".join(f"{k}={v}" for k, v in chosen.items()))
@@ -531,16 +585,71 @@ def start(system):
     start_judge_engine(system, cfg.engine_url)
     write_config(cfg)
     system.phase("start_engine")
+    turns = recorded_turns(system) if cfg.resume else None
     log = system.log = proxy.TurnLog(system.run_dir / "turns.jsonl")
     policy = system.policy = proxy.Policy(BASE)
     policy.pausing = not cfg.lora_rank
     system.line = SampleQueue(cfg, log, policy)
     system.sessions = proxy.Sessions(log, cfg.session_timeout)
     system.judges = JudgeThreads(cfg, system.line, log, (cfg.engine_url, BASE), say)
+    if cfg.resume:
+        take_up(system, turns)
     start_proxy(system)
     start_trainer(system)
     system.phase("start_trainer")
     policy.accepting = True
+
+
+def recorded_turns(system):
+    """--resume: what turns.jsonl knows, before it is written to again. A line that a crash cut is
+    taken off, and so are the traces of the updates that were lost."""
+    run, step = system.run_dir, step_of(Path(system.cfg.checkpoint))
+    for name in ("stop_users", "talk_done", "measure_after"):
+        (run / name).unlink(missing_ok=True)
+    for name in ("turns.jsonl", "metrics.jsonl"):
+        lines = (run / name).read_text().splitlines(keepends=True) if (run / name).exists() else []
+        whole = [x for x in lines if x.endswith("\n")]
+        if name == "metrics.jsonl":
+            whole = [x for x in whole if json.loads(x)["step"] <= step]
+        if whole != lines:
+            (run / f"{name}.part").write_text("".join(whole))
+            os.chmod(run / f"{name}.part", 0o600)
+            os.replace(run / f"{name}.part", run / name)
+    return proxy.load_turns(run / "turns.jsonl")
+
+
+def take_up(system, turns):
+    """--resume: what was trained by the restored step stays so; every other turn that a lost update
+    or the end of the run took away comes back to where it was: judged into the line, paired to the
+    judges, answered to waiting for its user's next words."""
+    cfg, line, log, back = system.cfg, system.line, system.log, 0
+    step = line.updates = system.policy.version = step_of(Path(cfg.checkpoint))
+    ids = json.loads(Path(cfg.checkpoint).with_suffix(".json").read_text())["turns"]
+    for turn in turns.values():
+        lost = turn.fate == "trained" and turn.step > step and turn.id not in ids
+        if turn.fate not in (None, "run_ended") and not lost:
+            log.count(turn)
+            continue
+        if turn.version_start > step:  # sampled by weights that are lost: no version of this run's
+            turn.version_start, turn.version_end = step, -1
+        turn.fate = turn.step = None
+        log.take_up(turn)
+        if turn.id in ids:  # the checkpoint was written, the commit was not
+            log.close(turn, "trained", step)
+            continue
+        back += 1
+        hint_ok = turn.hint is not None and turn.hint_skip is None
+        turn.r, turn.distil, reason = sample_parts(
+            cfg.mode, turn.score, hint_ok, cut=turn.finish_reason == "length",
+            train_cut=cfg.train_cut)
+        if turn.judged_at and not reason:
+            line.take_up(turn)
+        elif turn.paired_at:
+            system.judges.put(turn)
+        else:
+            system.sessions.wait(turn)
+    say(f"resumed at update {step}: {log.fates['trained']} turns are trained, {back} taken up "
+        "again")
 
 
 def start_proxy(system):
@@ -580,6 +689,7 @@ def welcome(system):
     key = " -H 'Authorization: Bearer '$OPENCLAW_API_KEY" if cfg.api_key else ""
     say(f"\nready: {base} (model '{cfg.served_name}', mode {cfg.mode}, window "
         f"{cfg.max_model_len})\n"
+        f"  {base.removesuffix('v1')} in a browser: curves, turns, a chat\n"
         f"  curl {base}/chat/completions -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{{\"messages\": [{{\"role\": \"user\", \"content\": \"What is rain?\"}}]}}'")
     if cfg.max_model_len >= 24_576:  # OpenClaw's own prompt and tools need about 13,000 tokens
@@ -616,12 +726,11 @@ def base_url(cfg):
 def users_command(system):
     cfg = system.cfg
     command = [sys.executable, "examples/simulated_user.py", "--base-url", base_url(cfg),
-               "--persona", cfg.simulate, "--users", cfg.users,
-               "--max-turns", cfg.max_turns, "--seed", cfg.seed,
+               *persona_flags(cfg), "--users", cfg.users, "--seed", cfg.seed,
                "--held-out-samples", cfg.held_out, "--run-dir", system.run_dir.resolve()]
     if cfg.lora_rank:  # the base model is in the engine beside its adapters
         command += ["--score-url", cfg.engine_url, "--score-model", BASE]
-    return command + ["--extra", cfg.extra] * bool(cfg.extra) + ["--lockstep"] * cfg.lockstep
+    return command + ["--lockstep"] * cfg.lockstep
 
 
 def heartbeat(system):
@@ -697,10 +806,12 @@ def finish(system):
     requests = system.requests | {"held": system.policy.held}
     requests["failed"] = max(requests["failed"], users.get("requests", {}).get("failed", 0))
     summary = {
-        "mode": cfg.mode, "seed": cfg.seed, "steps": system.line.updates, "turns": log.turns,
+        "ended": system.ended, "mode": cfg.mode, "seed": cfg.seed,
+        "steps": system.line.updates, "turns": log.turns,
         "trained": log.fates["trained"],
         "dropped": {k: n for k, n in sorted(log.fates.items()) if k != "trained"},
-        "held_out": users.get("held_out"), "requests": requests,
+        "held_out": users.get("held_out"), "sessions_to_three": users.get("sessions_to_three"),
+        "requests": requests,
         "reward_first3": mean(rewards[:3]), "reward_last3": mean(rewards[-3:]),
         "sync_s_median": median([r["sync_s"] for r in rows if r["sync_s"]]),
         "sync_gap_max_s": system.policy.gap_run_max,
@@ -747,6 +858,7 @@ def main(argv=None):
             system.users = system.child("simulated users", users_command(system), screen=True,
                                         env={"OPENCLAW_API_KEY": system.cfg.api_key or "none"})
         supervise(system)
+        system.ended = True  # the simulated talk is over: not ended by Ctrl-C or a fault
     except KeyboardInterrupt:
         code = 130 if not (system and system.policy and system.policy.accepting) else 0
         say("\nstopping")

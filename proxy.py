@@ -103,6 +103,7 @@ class TurnLog:
     """Appends events to turns.jsonl (mode 0600) and counts every turn's fate, once each."""
 
     def __init__(self, path):
+        self.path = path
         self.file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a")
         self.lock = threading.Lock()
         self.open = {}  # id -> Turn without a fate yet
@@ -130,6 +131,20 @@ class TurnLog:
                                   "closed": turn.closed, "fate": fate, "step": step, **found}))
         return True
 
+    def take_up(self, turn):
+        """--resume: a turn of turns.jsonl that has no fate (any more)."""
+        with self.lock:
+            self.turns += 1
+            self.open[turn.id] = turn
+        self.write(turn, "resumed", fate=None, step=None, version_start=turn.version_start,
+                   version_end=turn.version_end)
+
+    def count(self, turn):
+        """--resume: a turn whose fate stays."""
+        with self.lock:
+            self.turns += 1
+            self.fates[turn.fate] += 1
+
     def _put(self, line):
         self.file.write(line + "\n")
         self.file.flush()
@@ -144,11 +159,12 @@ class TurnLog:
 
 
 def load_turns(path):
-    """turns.jsonl -> {id: Turn}, each turn's events merged in order."""
+    """turns.jsonl -> {id: Turn}, each turn's events merged in order. (The last line has no end
+    while it is being written, or where a crash cut it.)"""
     known = {f.name for f in fields(Turn)}
     turns = {}
     with open(path) as file:
-        for event in map(json.loads, file):
+        for event in (json.loads(line) for line in file if line.endswith("\n")):
             turn = turns.setdefault(event["turn"], Turn(event["turn"], session=""))
             for key in known & event.keys():
                 setattr(turn, key, event[key])
@@ -1085,14 +1101,15 @@ def host_name(value):
     return re.sub(r":\d+$", "", value.split("://")[-1].split("/")[0]).lower()
 
 
-def guard(cfg):
+def guard(cfg, let_in):
     """Who may come in -> None or the refusal. Without a key: only programs on this machine, and no
-    web page (which a browser marks with an Origin and cannot give our Content-Type unasked)."""
+    web page (which a browser marks with an Origin and cannot give our Content-Type unasked).
+    let_in(cfg): does our own page let this request in without the key?"""
     if request.path == "/healthz":
         return None
     if cfg.api_key:
         sent = request.headers.get("Authorization", "").partition(" ")[2].strip()
-        if not hmac.compare_digest(sent.encode(), cfg.api_key.encode()):
+        if not hmac.compare_digest(sent.encode(), cfg.api_key.encode()) and not let_in(cfg):
             return failure(401, "a valid key is needed: Authorization: Bearer KEY")
     elif host_name(request.host) not in LOOPBACK:
         return failure(403, "without a key this server answers on loopback names only")
@@ -1116,9 +1133,12 @@ def json_body():
 
 def make_app(server):
     """Routes -> Flask app."""
+    from page import live  # which imports this module
+
     app, cfg = Flask("nano-openclaw-rl"), server.cfg
     app.config["MAX_CONTENT_LENGTH"] = cfg.max_body_mb << 20
-    app.before_request(lambda: guard(cfg))
+    app.before_request(lambda: guard(cfg, live.let_in))
+    app.register_blueprint(live.blueprint(server))
     app.register_error_handler(BadRequest, lambda e: failure(400, str(e)))
     app.register_error_handler(HTTPException, lambda e: failure(e.code, e.description))
     app.register_error_handler(413, lambda e: failure(413, f"body above {cfg.max_body_mb} MiB"))
@@ -1151,7 +1171,9 @@ def serve(app, cfg):
     """-> a waitress server, bound; call .run() in a thread and .close() to end it."""
     from waitress.server import create_server
 
-    threads = cfg.max_requests + 8  # the 8 keep /healthz and the 429s alive
+    from page.live import STREAMS
+
+    threads = cfg.max_requests + STREAMS + 8  # the 8 keep /healthz and the 429s alive
     return create_server(
         app, host=cfg.host, port=cfg.port, threads=threads, channel_request_lookahead=1,
         asyncore_use_poll=True, connection_limit=4 * threads + 64, ident=None,

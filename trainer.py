@@ -23,6 +23,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +38,7 @@ from accelerate import Accelerator
 from safetensors.torch import safe_open, save_file
 
 from judge import HINT_CHOICE
-from main import TIS_CAP_WITH_PPO, Config, Problem, validate
+from main import TIS_CAP_WITH_PPO, Config, Problem, step_of, validate
 from proxy import engine_logp, judged_numbers, load_turns, strip_wrappers
 from sync import BASE, LORA_TARGETS, Sync, SyncError, check_names, load_extra
 
@@ -406,7 +407,7 @@ class Trainer:
         """--updates-per-batch optimiser updates on a batch of turns (dicts) -> metrics. All ranks
         call it alike."""
         cfg = self.cfg
-        for name in (cfg.loss, cfg.hint_choice):
+        for name in (cfg.hint_choice, cfg.loss):  # the hint first: the other may read it
             if name in BEFORE:
                 BEFORE[name](self, turns)
         self.attach(turns)
@@ -550,6 +551,54 @@ class Trainer:
         dtype, names = getattr(torch, self.cfg.engine_dtype), {n for n, _ in lm.named_parameters()}
         return write(folder / "model.safetensors", names - tied,
                      {k: v.to(dtype) for k, v in state.items() if k not in tied})
+
+
+    # ---- checkpoints
+
+    def save(self, folder, turns):
+        """Weights, optimiser, step and random state -> folder/step-N.pt, whole or not at all, and
+        beside it the ids of the turns that the last step trained. KEEP: on all ranks."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        weights = self.state()
+        moments = get_optimizer_state_dict(self.model, self.optimiser.optimizer, options=whole())
+        if not self.acc.is_main_process:
+            return
+        folder.mkdir(exist_ok=True)
+        path, ids = folder / f"step-{self.step}.pt", [t["id"] for t in turns]
+        path.with_suffix(".json").write_text(json.dumps({"step": self.step, "turns": ids}))
+        torch.save({"step": self.step, "weights": weights, "optimiser": moments,
+                    "random": torch.get_rng_state()}, folder / "part")
+        os.replace(folder / "part", path)
+        for old in sorted(folder.glob("step-*.pt"), key=step_of)[:-2]:
+            old.unlink()
+            old.with_suffix(".json").unlink()
+
+    def load(self, path):
+        """A checkpoint -> this trainer, at its step. Every rank reads the file."""
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        params = {n.removeprefix("lm."): p for n, p in self.policy.named_parameters()
+                  if p.requires_grad}
+        check_names(saved["weights"], params)
+        with torch.no_grad():
+            for name, p in params.items():
+                value = saved["weights"][name].to(p.device)
+                if hasattr(p, "placements"):  # this rank's share of it
+                    value = torch.distributed.tensor.distribute_tensor(value, p.device_mesh,
+                                                                       p.placements)
+                p.copy_(value)
+        set_optimizer_state_dict(self.model, self.optimiser.optimizer,
+                                 optim_state_dict=saved["optimiser"], options=whole())
+        torch.set_rng_state(saved["random"])
+        self.step = saved["step"]
+
+
+def whole():
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def write(path, expected, state):
@@ -700,14 +749,21 @@ class Service:
         return torch.cat(self.trainer.logp(self.prompts, self.replies, temperature=1.0)).tolist()
 
     def start(self):
-        """Version 0: engine and trainer agree on the untouched model, before the first user."""
+        """Version 0: engine and trainer agree on the untouched model, before the first user. With
+        --resume that is checked as well, and then the restored version is put into service."""
         if self.cfg.replay:
             return
-        t_0 = self.trainer_canary()
+        t_0, gap = self.trainer_canary(), None
         if self.boss:
             gap = self.sync.start(t_0)
-            self.queue.publish(0, BASE)
             print(f"version 0 checked: logp_gap {gap:.4f} between engine and trainer", flush=True)
+        if self.cfg.resume:
+            self.trainer.load(self.cfg.checkpoint)
+            done = self.push()
+            if self.boss:
+                print(f"version {self.trainer.step} is back: {done}", flush=True)
+        elif self.boss:
+            self.queue.publish(0, BASE)
 
     def push(self):
         """Put the current weights into service -> metrics, or None while all slots are in use."""
@@ -721,6 +777,7 @@ class Service:
         state = self.trainer.state()
         if self.cfg.lora_rank and self.boss:
             folder = Path(self.cfg.run_dir) / "adapters" / f"v{version}"
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that is resumed
             self.trainer.save_adapter(folder, state)
             done = self.sync.push_lora(version, folder, t_new)
         elif self.boss:
@@ -737,7 +794,7 @@ class Service:
         state, folder = self.trainer.state(), Path(self.cfg.run_dir) / "weights"
         if self.boss:
             folder /= f"v{self.trainer.step}"
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
             self.trainer.save_full(folder, state)
             self.trainer.policy.lm.config.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
@@ -834,20 +891,22 @@ def run(cfg):
         sys.exit(f"trainer: --loss {cfg.loss} is not one of {', '.join(LOSSES)}")
     if cfg.topk and cfg.loss in READS:
         sys.exit(f"trainer: --topk {cfg.topk} and --loss {cfg.loss} both say what to distil")
-    trainer = Trainer(cfg)
     source = Recorded(cfg) if cfg.replay else None
+    if source and not source.batches:
+        sys.exit(f"trainer: {cfg.replay} holds no trained turn")
+    trainer = Trainer(cfg)
     queue = (source or connect()) if trainer.acc.is_main_process else None
     service = Service(cfg, trainer, queue, AutoTokenizer.from_pretrained(cfg.model))
     service.start()
     if cfg.tracker:
         trainer.acc.init_trackers("nano-openclaw-rl", {k: str(v) for k, v in vars(cfg).items()})
-    idle_since, unsynced, synced = time.monotonic(), 0, {}
+    idle_since, unsynced, synced, trained = time.monotonic(), 0, {}, []
     while True:
         lease = service.share(lambda: queue.lease(cfg.batch_size))
         metrics = None
         if lease["turns"]:
             metrics = {"wait_s": time.monotonic() - idle_since, **step(service, lease["turns"])}
-            unsynced += cfg.updates_per_batch
+            unsynced, trained = unsynced + cfg.updates_per_batch, lease["turns"]
         if unsynced and (lease["stop"] or sync_due(service, unsynced)):
             done = service.push()
             if done is not None:  # a sync between two steps is shown with the next one
@@ -862,7 +921,13 @@ def run(cfg):
         else:
             time.sleep(0.5)  # "nothing yet" went around too: no rank may wait in a collective
     service.keep()
+    if cfg.save_every and not cfg.replay and trained and not saved(cfg, trainer):
+        trainer.save(Path(cfg.run_dir) / "checkpoints", trained)
     trainer.acc.end_training()
+
+
+def saved(cfg, trainer):
+    return (Path(cfg.run_dir) / "checkpoints" / f"step-{trainer.step}.pt").exists()
 
 
 def sync_due(service, unsynced):
@@ -878,8 +943,10 @@ def sync_due(service, unsynced):
 def step(service, turns):
     """Train and commit -> metrics. A trainer that dies in between has trained nothing: its weights
     are gone, and main puts the turns back into their places."""
-    start, trainer = time.monotonic(), service.trainer
+    start, trainer, cfg = time.monotonic(), service.trainer, service.cfg
     metrics = trainer.train(turns)
+    if cfg.save_every and not cfg.replay and trainer.step % cfg.save_every < cfg.updates_per_batch:
+        trainer.save(Path(cfg.run_dir) / "checkpoints", turns)  # KEEP: before the commit
     if service.boss:
         service.queue.commit(trainer.step, {t["id"]: "trained" for t in turns},
                              {t["id"]: scores(t) for t in turns})
@@ -889,7 +956,8 @@ def step(service, turns):
 def scores(turn):
     """What the step found out about a turn's tokens: for the record, and for --replay."""
     found = {k: turn[k] for k in ("prox_logp", "teacher_logp") if turn[k] is not None}
-    return {k: [round(float(x), 5) for x in v] for k, v in found.items()}
+    found = {k: [round(float(x), 5) for x in v] for k, v in found.items()}
+    return found | {"hint": turn["hint"]}  # a row of BEFORE may have chosen another one
 
 
 # ------------------------------------------------------------------------------------ what is shown
@@ -956,7 +1024,9 @@ def shorten(text, width=150):
 
 
 def load_config(run_dir):
-    return SimpleNamespace(**json.loads((Path(run_dir) / "config.json").read_text()))
+    """config.json; knobs that it is too old to know have their defaults."""
+    return SimpleNamespace(**vars(Config())
+                           | json.loads((Path(run_dir) / "config.json").read_text()))
 
 
 if __name__ == "__main__":

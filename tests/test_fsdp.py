@@ -41,7 +41,15 @@ def case(folder, out, name):
     step = make_trainer(cfg) if int(os.environ.get("WORLD_SIZE", 1)) == 1 else sharded(cfg)
     metrics = step.train(turns())
     grads = {n: whole(p.grad) for n, p in step.policy.lm.named_parameters() if p.requires_grad}
+    step.save(out / "checkpoints", turns())
+    back = T.Trainer(cfg)
+    back.load(out / "checkpoints" / "step-1.pt")
     again, state = step.train(turns()), step.state()
+    restored = back.train(turns())
+    assert level(restored) == pytest.approx(level(again), rel=1e-5, abs=1e-6) and back.step == 2
+    now = back.state()
+    assert all(torch.allclose(now[k], v, atol=1e-6) for k, v in state.items()) and now.keys() == \
+        state.keys()
     if step.acc.is_main_process:
         if not cfg.lora_rank:
             (out / name).mkdir()
@@ -81,8 +89,9 @@ def two_ranks(folder, out, *names):
 def test_fsdp_equals_one_process(tmp_path):
     """Loss, metrics, gradients and the next step's weights equal one process's (1e-5), full and
     LoRA, sampled token and distributions; one rank holds a dummy micro-batch. What is saved is
-    whole: every tensor, its whole shape. Once a hang: the slopes of the loss were taken through the
-    sharded model, on the ranks that had something to train only."""
+    whole: every tensor, its whole shape. A trainer that loads the first step's checkpoint takes the
+    very same second one. Once a hang: the slopes of the loss were taken through the sharded model,
+    on the ranks that had something to train only."""
     tiny().save_pretrained(tmp_path / "model")
     first, second = two_ranks(tmp_path / "model", tmp_path / "two", *CASES)
     (tmp_path / "one").mkdir()

@@ -78,10 +78,10 @@ def test_what_a_step_found_out_is_recorded(tmp_path):
     log = TurnLog(tmp_path / "turns.jsonl")
     turn = Turn("t", "s")
     log.write(turn, "reply", session="s")
-    log.close(turn, "trained", 3, **trainer.scores({"prox_logp": [-0.123456789],
+    log.close(turn, "trained", 3, **trainer.scores({"prox_logp": [-0.123456789], "hint": "chosen",
                                                     "teacher_logp": None}))
     back = load_turns(tmp_path / "turns.jsonl")["t"]
-    assert back.prox_logp == [-0.12346] and back.teacher_logp is None
+    assert back.prox_logp == [-0.12346] and back.teacher_logp is None and back.hint == "chosen"
     assert (back.fate, back.step) == ("trained", 3) and back.closed == turn.closed > 0
 
 
@@ -97,3 +97,9 @@ def test_mistakes_end_with_one_sentence(recorded, flags, words):
     done = subprocess.run([sys.executable, "trainer.py", *(f.format(run=recorded) for f in flags)],
                           cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_line_that_a_crash_cut_is_not_read(tmp_path):
+    path = tmp_path / "turns.jsonl"
+    path.write_text('{"turn": "a", "event": "reply", "session": "s"}\n{"turn": "b", "eve')
+    assert list(load_turns(path)) == ["a"]
