@@ -160,6 +160,74 @@ def test_kill_9_of_main(tmp_path):
     wait_for(lambda: all_gone(started), 10, "an empty process list")
 
 
+def test_kill_9_of_the_trainer_and_resume(tmp_path):
+    """The trainer dies while it trains, before the commit: main says so and ends. --resume goes on
+    at the last checkpoint: the first request is served by the restored version, the turns of the
+    lost step come back, every one is trained once, and the steps count on."""
+    flags = ["--mode", "rl", "--batch-size", "4", "--save-every", "1", "--max-tokens", "24"]
+    process, port = start_main(tmp_path, *flags)
+    wait_for(lambda: "ready:" in screen(tmp_path), 240, "the start")
+    over = threading.Event()
+
+    def talk(n):
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        while not over.is_set():
+            said = [{"role": "user", "content": f"What is {n}?"}]
+            with contextlib.suppress(openai.OpenAIError):
+                reply = client.chat.completions.create(model="policy", messages=said)
+                said += [{"role": "assistant", "content": reply.choices[0].message.content or " "},
+                         {"role": "user", "content": f"No, wrong. I asked for {n}."}]
+                client.chat.completions.create(model="policy", messages=said, max_tokens=1)
+
+    users = [threading.Thread(target=talk, args=(n,)) for n in range(2)]
+    for user in users:
+        user.start()
+    run = tmp_path / "run"
+    line = run / "metrics.jsonl"
+    wait_for(lambda: line.exists() and line.read_text().count("\n") >= 2, 240, "two updates")
+    wait_for(lambda: main_health(port)["leased"], 120, "a third one's start")
+    trainer = [p for p in family(process) if "trainer.py" in " ".join(p.cmdline())][-1]
+    trainer.kill()
+    assert process.wait(timeout=60) == 1 and "the trainer ended" in screen(tmp_path)
+    over.set()
+    for user in users:
+        user.join(60)
+    step = main.step_of(Path(main.checkpoint_of(SimpleNamespace(resume="x", run_dir=run))))
+    before = proxy.load_turns(run / "turns.jsonl")
+    trained = {i for i, t in before.items() if t.fate == "trained"}
+    assert step >= 2 and len(trained) in (4 * step, 4 * step - 4)  # killed before or after its save
+
+    process, port = start_main(tmp_path, "--resume", str(run))
+    wait_for(lambda: "ready:" in screen(tmp_path), 240, "the resumed start")
+    assert f"resumed at update {step}: {4 * step} turns are trained" in screen(tmp_path)
+    assert main_health(port)["version"] == step
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+    first = client.chat.completions.create(model="policy", max_tokens=4,
+                                           messages=[{"role": "user", "content": "What is one?"}])
+    over.clear()
+    users = [threading.Thread(target=talk, args=(n,)) for n in range(2)]
+    for user in users:
+        user.start()
+    wait_for(lambda: main_health(port)["updates"] > step, 240, "the next update")
+    over.set()
+    for user in users:
+        user.join(60)
+    process.kill()  # of main itself: everything else ends with it
+    process.wait()
+    turns = proxy.load_turns(run / "turns.jsonl")
+    assert turns[first.id].version_start == step
+    steps = [json.loads(x)["step"] for x in line.read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= step
+    fates = [json.loads(x) for x in (run / "turns.jsonl").read_text().splitlines()]
+    kept = [e["turn"] for e in fates if e["event"] == "fate" and e["fate"] == "trained"]
+    assert len(kept) == len(set(kept)) and trained <= set(kept)
+
+
+def main_health(port):
+    return json.loads(urllib3.PoolManager().request(
+        "GET", f"http://127.0.0.1:{port}/healthz").data)
+
+
 @pytest.mark.parametrize(("flags", "words"), [
     (["--model", "/no/such/folder"], "no config.json there"),
     (["--batch-sise", "3"], "--batch-sise"),

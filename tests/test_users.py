@@ -571,7 +571,8 @@ def test_summary_has_the_count_of_sessions(parse, server, monkeypatch):
     (server.path.parent / "users.json").write_text(json.dumps({"sessions_to_three": 17}))
     monkeypatch.setattr(main, "show_end", lambda *_: None)
     main.finish(SimpleNamespace(
-        cfg=cfg, log=server.log, run_dir=server.path.parent, phase=lambda name: None, phases={}, ended=True,
-        requests={"failed": 0}, policy=server.policy, line=SimpleNamespace(updates=0), started=0))
+        cfg=cfg, log=server.log, run_dir=server.path.parent, phase=lambda name: None, phases={},
+        ended=True, requests={"failed": 0}, policy=server.policy,
+        line=SimpleNamespace(updates=0), started=0))
     summary = json.loads((server.path.parent / "summary.json").read_text())
     assert summary["sessions_to_three"] == 17 and summary["held_out"] is None
