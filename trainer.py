@@ -341,20 +341,23 @@ class Trainer:
     # ---- forward passes
 
     def each(self, prompts, responses, model=None, temperature=None, read=None):
-        """Forward without gradient, in micro-batches -> per turn the tuple that `read` gives, each
-        tensor (R, ...), in the given order."""
+        """Forward without gradient, in micro-batches shared out among the ranks -> per turn the
+        tuple that `read` gives, each tensor (R, ...), in the given order, on every rank."""
         lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-        out = [None] * len(lengths)
+        parts, world, found = cut(lengths, self.cfg.token_budget), self.acc.num_processes, {}
         with torch.no_grad(), self.acc.autocast():
-            for part in cut(lengths, self.cfg.token_budget):
+            for k in range(self.acc.process_index, len(parts) + -len(parts) % world, world):
+                part = parts[k % len(parts)]  # KEEP: as many forward passes on all ranks
                 batch = collate([prompts[i] for i in part], [responses[i] for i in part],
                                 self.device)
                 flat = (model or self.model)(batch, temperature, read or chosen(batch.targets))
-                sizes = [len(responses[i]) for i in part]
-                columns = [column.cpu().split(sizes) for column in flat]
-                for i, row in zip(part, zip(*columns, strict=True), strict=True):
-                    out[i] = row
-        return out
+                columns = [column.cpu().split([len(responses[i]) for i in part]) for column in flat]
+                found |= zip(part, zip(*columns, strict=True), strict=True)
+        if world > 1:
+            boxes = [None] * world
+            torch.distributed.all_gather_object(boxes, found)
+            found = {i: row for box in boxes for i, row in box.items()}
+        return [found[i] for i in range(len(lengths))]
 
     def logp(self, prompts, responses, model=None, temperature=None):
         """Log-probs without gradient -> list of (R,) tensors."""
