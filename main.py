@@ -486,8 +486,12 @@ def serve_line(line, folder):
 # ------------------------------------------------------------------------------------ start-up
 
 
-def say(text):
-    print(text, flush=True)
+# On a terminal the last line tells what is going on now; whoever prints wipes it away first.
+CLEAR = "\r\x1b[K" if sys.stdout.isatty() else ""
+
+
+def say(text, end="\n"):
+    print(CLEAR + text, end=end, flush=True)
 
 
 class System:
@@ -693,7 +697,8 @@ def welcome(system):
         f"  curl {base}/chat/completions -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{{\"messages\": [{{\"role\": \"user\", \"content\": \"What is rain?\"}}]}}'")
     if cfg.max_model_len >= 24_576:  # OpenClaw's own prompt and tools need about 13,000 tokens
-        block = {"models": {"providers": {"claw": {
+        block = {"agents": {"defaults": {"model": f"claw/{cfg.served_name}"}},
+                 "models": {"providers": {"claw": {
             "baseUrl": base, "apiKey": "OPENCLAW_API_KEY" if cfg.api_key else "none",
             "api": "openai-completions", "models": [{
                 "id": cfg.served_name, "name": cfg.served_name, "contextWindow": cfg.max_model_len,
@@ -733,16 +738,27 @@ def users_command(system):
     return command + ["--lockstep"] * cfg.lockstep
 
 
-def heartbeat(system):
-    """What is waiting on what, when no step has been shown for a while."""
+def now(system):
+    """What is waiting on what, in one line."""
     depth, fates, cfg = system.line.depths(), system.log.counts(), system.cfg
     trained, alone = fates.pop("trained", 0), fates.pop("no_next_state", 0)
     side = fates.pop("side", 0)
     dropped = " ".join(f"{k}:{n}" for k, n in fates.items()) or "none"
-    say(f"serving v{system.policy.version} | batch {depth['ready']}/{cfg.batch_size}, judging "
-        f"{depth['judging']}, in training {depth['leased']}, waiting for a reaction "
-        f"{len(system.sessions.keys)} | trained {trained}, not trained {dropped} | no reaction "
-        f"{alone}, side {side} | last sample {system.line.quiet():.0f} s ago")
+    return (f"serving v{system.policy.version} | batch {depth['ready']}/{cfg.batch_size}, judging "
+            f"{depth['judging']}, in training {depth['leased']}, waiting for a reaction "
+            f"{len(system.sessions.keys)} | trained {trained}, not trained {dropped} | no reaction "
+            f"{alone}, side {side} | last sample {system.line.quiet():.0f} s ago")
+
+
+def heartbeat(system, beat):
+    """On a terminal the line that is always there; else a line when none was shown for a while.
+    -> when the last line was shown."""
+    if CLEAR:
+        say(now(system)[: shutil.get_terminal_size().columns - 1], end="")
+    elif time.monotonic() - beat > 30:
+        say(now(system))
+        return time.monotonic()
+    return beat
 
 
 def supervise(system):
@@ -755,9 +771,7 @@ def supervise(system):
         line = system.line
         if line.updates != seen:
             seen, beat = line.updates, time.monotonic()
-        if time.monotonic() - beat > 30:
-            beat = time.monotonic()
-            heartbeat(system)
+        beat = heartbeat(system, beat)
         if cfg.steps and line.updates >= cfg.steps and not line.closing:
             line.closing = True
             say(f"{cfg.steps} updates are done" + ("" if cfg.simulate else "; serving goes on"))

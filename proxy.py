@@ -204,6 +204,9 @@ CONTEXT_BLOCKS = {
     "timestamp": re.compile(
         r"^\s*\[(?:\w{3},? )?\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?(?: ?[\w+:/-]+)?\]\s*"),
     "runtime_line": re.compile(r"\n[ \t]*Runtime: agent=[^\n]*\s*\Z"),
+    "openclaw_retry": re.compile(  # around words whose request was refused; later gone again
+        r"^\s*\[Queued user message from a previous active turn;[^\n]*\]\n"
+        r"|\n\nContinue the current task from the existing transcript,[^\n]*(?=\s*\Z)"),
 }
 THINKING = re.compile(r"<think(?:ing)?>.*?(</think(?:ing)?>|\Z)", re.S)
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
@@ -229,7 +232,9 @@ def text_of(content):
         text = part.get("text", part.get("refusal", ""))
         if not isinstance(text, str):
             raise BadRequest("the text of a content part must be a string")
-        pieces.append(text)
+        # words of two parts must not run into each other (agents merge messages into parts)
+        apart = pieces and pieces[-1][-1:].strip() and text[:1].strip()
+        pieces.append("\n" * bool(apart) + text)
     return "".join(pieces)
 
 
@@ -286,10 +291,13 @@ def digest(*parts):
 
 
 def said_last(messages):
-    """The last words that are not only a context block: what the next reply answers."""
+    """The last line that is not of a context block: what the next reply answers. (Only the last
+    line: agents merge messages that got no answer into one.)"""
     for message in reversed(messages):
-        if message["role"] in ("user", "tool") and words_of(message):
-            return words_of(message)
+        if message["role"] in ("user", "tool"):
+            words, _ = strip_wrappers(text_of(message.get("content")))
+            if words:
+                return " ".join(words.splitlines()[-1].split())
     return ""
 
 

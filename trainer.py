@@ -38,7 +38,7 @@ from accelerate import Accelerator
 from safetensors.torch import safe_open, save_file
 
 from judge import HINT_CHOICE
-from main import TIS_CAP_WITH_PPO, Config, Problem, step_of, validate
+from main import TIS_CAP_WITH_PPO, Config, Problem, say, step_of, validate
 from proxy import engine_logp, judged_numbers, load_turns, strip_wrappers
 from sync import BASE, LORA_TARGETS, Sync, SyncError, check_names, load_extra
 
@@ -759,12 +759,12 @@ class Service:
         t_0, gap = self.trainer_canary(), None
         if self.boss:
             gap = self.sync.start(t_0)
-            print(f"version 0 checked: logp_gap {gap:.4f} between engine and trainer", flush=True)
+            say(f"version 0 checked: logp_gap {gap:.4f} between engine and trainer")
         if self.cfg.resume:
             self.trainer.load(self.cfg.checkpoint)
             done = self.push()
             if self.boss:
-                print(f"version {self.trainer.step} is back: {done}", flush=True)
+                say(f"version {self.trainer.step} is back: {done}")
         elif self.boss:
             self.queue.publish(0, BASE)
 
@@ -989,7 +989,7 @@ def report(service, lease, metrics, synced):
         file.write(json.dumps(row) + "\n")
     flat = {k: v for k, v in row.items() if isinstance(v, int | float)}
     trainer.acc.log(flat, step=trainer.step)
-    print(step_line(row) + "\n" + show_turn(turns[0], service.tokenizer), flush=True)
+    say(step_line(row) + "\n" + show_turn(turns[0], service.tokenizer))
 
 
 def step_line(row):

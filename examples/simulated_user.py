@@ -56,8 +56,12 @@ REFUSALS = 5           # connections refused in a row: the proxy is gone
 PROGRESS_EVERY = 50    # replies
 
 
+# main.py keeps a line of its own at the foot of a terminal: it is wiped away first.
+CLEAR = "\r\x1b[K" if sys.stdout.isatty() else ""
+
+
 def say(text):
-    print(text, flush=True)
+    print(CLEAR + text, flush=True)
 
 
 def with_hint(question, hint):

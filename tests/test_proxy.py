@@ -77,7 +77,7 @@ def test_a1_roles_are_mapped_before_rendering(server, engine, role, engine_role)
 
 @pytest.mark.parametrize("content, text", [
     ([{"type": "text", "text": "Add "}, {"type": "text", "text": "2 and 3"}], "Add 2 and 3"),
-    ([{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}], "ab"),
+    ([{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}], "a\nb"),
     ([{"text": "no type"}, " and a string"], "no type and a string"),
     ([{"type": "refusal", "refusal": "No."}], "No."),
     ("Grüße 你好 👍", "Grüße 你好 👍"), ([], "")])
@@ -1102,3 +1102,41 @@ def test_tools_without_a_parser_are_no_error(make_server, engine):
     for extra in ({}, {"tool_choice": "auto"}):
         assert server.post({"messages": HI, "tools": [TOOL], **extra})[0] == 200
         assert engine.requests[-1]["tool_choice"] == "none" and engine.requests[-1]["tools"]
+
+
+# ------------------------------------------------------------- what OpenClaw does after a failure
+
+STAMP = "[Mon 2026-11-30 21:4{} UTC] "
+RUNTIME = "Runtime: agent=main | session=agent:main:explicit:s | host=vm | os=Linux"
+RETRY = ("[Queued user message from a previous active turn; preserved as context only. Continue "
+         "with the active prompt.]\n{}\n\nContinue the current task from the existing transcript, "
+         "preserving completed work. Do not restart the task or repeat completed actions.")
+
+
+def test_openclaw_retry_is_paired(server, engine):
+    """After a refusal the agent wraps the words for its retry and later shows them plain again.
+    Once a loss: the reply to a retry was never paired."""
+    engine.script = lambda body: say("Re: M1" if len(body["messages"]) == 1 else "Re: M2")
+    first = user(STAMP.format(1) + "M1 What is rain?\n\n" + RUNTIME)
+    server.ask(first)
+    one = [first, {"role": "assistant", "content": "Re: M1"}]
+    server.ask(*one, user(STAMP.format(3) + RETRY.format("M2 No, shorter.")))
+    server.ask(*one, user(STAMP.format(2) + "M2 No, shorter."),
+               {"role": "assistant", "content": "Re: M2"}, user(STAMP.format(4) + "M3 Thanks."))
+    assert [[m["content"] for m in t.next_state] for t in server.paired] == [
+        ["M2 No, shorter."], ["M3 Thanks."]]
+    assert len({t.session for t in server.turns()}) == 1
+    assert "openclaw_retry" in server.turns()[1].stripped
+
+
+def test_openclaw_merged_messages_are_paired(server, engine):
+    """A message that got no answer is later merged with the next one, as parts. Once a loss: the
+    parts ran into each other, for the model as well, and the words were others than before."""
+    engine.script = lambda body: say("Two.")
+    server.ask(user(STAMP.format(1) + "M1 What is rain?\n\n" + RUNTIME),
+               user(STAMP.format(2) + "M2 Hello?"))
+    merged = [STAMP.format(1) + "M1 What is rain?", "M2 Hello?", RUNTIME]
+    server.ask(user([{"type": "text", "text": x} for x in merged]),
+               {"role": "assistant", "content": "Two."}, user(STAMP.format(3) + "M3 No, shorter."))
+    assert [t.next_state[0]["content"] for t in server.paired] == ["M3 No, shorter."]
+    assert "rain?\nM2 Hello?\nRuntime" in engine.requests[1]["messages"][0]["content"]
