@@ -382,6 +382,8 @@ class SampleQueue:
                 return True
             if all(t is not turn for t in self.judged):
                 self.judged.append(turn)
+            if turn.r == 0 and turn.session in self.effective:
+                reason = "score_0"  # --at-least-one: another turn of its session was quicker
             if reason:
                 del self.places[turn.id]
                 self.log.close(turn, reason)

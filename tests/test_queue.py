@@ -255,6 +255,16 @@ def test_at_least_one_knows_effective_sessions():
     assert line.effective == {"s"}
 
 
+def test_at_least_one_is_one_also_for_turns_judged_at_once():
+    """Two turns of a session are judged at the same time, both as the first: one is kept. Once a
+    bug: both were."""
+    line = Line()
+    line.add("a", "b", session="s", r=0)
+    line.add("c", session="other", r=0)
+    line.judge("a", "b", "c", score=0)
+    assert line.fates() == {"a": None, "b": "score_0", "c": None}
+
+
 def test_feedback_is_accepted_until_the_lease():
     """A judged turn goes back to judging with its feedback; a leased, trained or unknown one is too
     late; a turn judged twice is counted once."""
