@@ -255,6 +255,7 @@ def judge_turn(turn, cfg, http, engine, rescue=False):
     if given.get("text") and turn.next_state[-1:] != [{"role": "user", "content": given["text"]}]:
         turn.next_state = [*turn.next_state, {"role": "user", "content": given["text"]}]
     votes, hint_votes = JUDGES[cfg.judge](http, cfg, turn)
+    votes = votes if vote_counts(cfg)[0] else []  # opd with --no-eval
     turn.votes = [given["score"]] if "score" in given else votes
     turn.hint_votes = [(1, given["hint"])] if "hint" in given else hint_votes
     turn.score = majority(turn.votes)

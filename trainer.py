@@ -242,7 +242,8 @@ READS = {}  # (trainer, batch, turns) -> what to read of the logits: logp (n,), 
 
 
 def k3(logp, ref_logp):
-    """exp(x) - 1 - x, x = ref_logp - logp: unbiased positive KL(pi || ref) (Schulman 2020). (N,)"""
+    """exp(x) - 1 - x, x = ref_logp - logp: on tokens of pi an unbiased, positive estimate of
+    KL(pi || ref) (Schulman 2020). As a loss its expected gradient is that of KL(ref || pi). (N,)"""
     x = (ref_logp - logp).clamp(-20, 20)
     return x.exp() - 1 - x
 

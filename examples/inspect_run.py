@@ -47,7 +47,7 @@ WHY = {"trained": "a sample of an update", "no_next_state": "nobody reacted to t
        "client_sampling": "sampled as the client wished",
        "ids_mismatch": "ids or log-probs missing",
        "bad_logp": "a log-prob was no number", "empty": "no token at all",
-       "no_answer": "the client left before the end", "aborted": "the engine stopped it",
+       "no_answer": "cut before a visible answer began", "aborted": "its client left",
        "refused": "the engine did not take it", "engine_error": "the engine failed",
        "judge_error": "judging failed", "run_ended": "still open when the run ended",
        "open": "still waiting, or the run was killed"}

@@ -282,6 +282,15 @@ def test_engine_side_teacher(k):
     assert logp == [[-4.0 - j for j in range(n)], [-5.0 + n - j for j in range(n)]]
 
 
+@pytest.mark.parametrize(("mode", "votes"), [("opd", []), ("combine", [-1]), ("rl", [-1])])
+def test_no_eval_takes_no_scores_in_opd(mode, votes):
+    """--no-eval: opd needs hints only, whoever judges; the others are trained by the score."""
+    turn = judged_turn()
+    judge_turn(turn, settings(judge="lexicon", mode=mode, eval=False), HTTP,
+               ("http://127.0.0.1:9", "base"))
+    assert turn.votes == votes and turn.score == (votes[0] if votes else None)
+
+
 def test_lexicon_beside_a_model():
     """Where a model judges, the word list's own score is kept for comparison; the label is the
     model's."""
