@@ -24,7 +24,6 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 
 import urllib3
 
@@ -369,6 +368,7 @@ class SampleQueue:
         with self.lock:
             self.places[turn.id] = {"turn": turn, "ready": self.clock(), "lease": None,
                                     "again": False}
+            self.effective |= {turn.session} if self.cfg.at_least_one else set()
             self.last_sample = self.clock()
 
     def resolve(self, turn, reason):
@@ -410,6 +410,7 @@ class SampleQueue:
     def lease(self, n):
         """-> {turns, window, stop}: a batch of n, or fewer by --max-wait, or none yet."""
         with self.lock:
+            self.checked = True  # the trainer asks for work after it has proven its version
             if self.closing or 0 < self.cfg.steps <= self.updates:
                 return {"turns": [], "window": None, "stop": True}
             self._drop_stale()
@@ -421,7 +422,7 @@ class SampleQueue:
             for place in chosen:
                 place["lease"] = threading.get_ident()
             self.mark = len(self.judged), self.log.counts()
-            return {"turns": [asdict(p["turn"]) for p in chosen], "window": self.window(),
+            return {"turns": [dict(vars(p["turn"])) for p in chosen], "window": self.window(),
                     "stop": False}
 
     def _drop_stale(self):
@@ -458,7 +459,6 @@ class SampleQueue:
             self.policy.begin_swap()
         else:
             self.policy.publish(version, name)
-            self.checked = True
 
     def release(self, owner):
         """The trainer's connection ended: what it leased goes back to its place."""

@@ -208,6 +208,9 @@ def parse(argv):
     if given.resume:
         parser.set_defaults(**recorded_config(given.resume))
         given = parser.parse_args(argv)
+        said = sys.argv if argv is None else argv
+        if given.loss != "decoupled" and not any(a.startswith("--tis-cap") for a in said):
+            given.tis_cap = AUTO  # the recorded one belonged to another loss, or was filled in
     return fill(Config(**vars(given)))
 
 
@@ -218,8 +221,8 @@ def recorded_config(run_dir):
         raise Problem(f"--resume {run_dir}: no config.json there")
     old = json.loads(path.read_text())
     old |= {"run_dir": str(Path(run_dir).resolve()), "resume": run_dir}
-    if old["loss"] == "ppo":
-        old.pop("tis_cap")  # filled in, not given
+    if old.get("judge_is_ours"):  # the address of an engine that is gone
+        old |= {"judge_url": "", "judge_model": ""}
     return {f.name: old[f.name] for f in fields(Config) if f.name in old}
 
 
@@ -352,11 +355,16 @@ def validate(cfg):
         (cfg.temperature > 0,
          f"--temperature {cfg.temperature} must be above 0: log-probs need it"),
         (cfg.batch_size > 0, "--batch-size must be at least 1"),
+        (cfg.lr > 0 and cfg.max_grad_norm > 0, "--lr and --max-grad-norm must be above 0"),
+        (cfg.tis_cap > 0, f"--tis-cap {cfg.tis_cap} must be above 0"),
+        (cfg.freshness_half_life >= 0, "--freshness-half-life must not be negative"),
+        (cfg.save_every >= 0, "--save-every must not be negative"),
+        (not cfg.topk or cfg.mode != "rl", f"--topk {cfg.topk} is about hints: --mode rl has none"),
         (cfg.max_tokens < cfg.max_model_len, f"--max-tokens {cfg.max_tokens} must be below "
          f"--max-model-len {cfg.max_model_len}"),
         (cfg.loss in ("ppo", "decoupled") or cfg.extra,
          f"--loss {cfg.loss} is not ppo or decoupled, and no --extra adds it"),
-        (cfg.topk in ("", "full") or cfg.topk.isdigit() and 1 <= int(cfg.topk) <= 50,
+        (cfg.topk in ("", "full", *map(str, range(1, 51))),
          f"--topk {cfg.topk}: a number from 1 to 50, or full"),
         (cfg.topk != "full" or cfg.teacher == "trainer", "--topk full needs --teacher trainer: "
          "an engine sends the likeliest tokens only"),
@@ -616,8 +624,8 @@ def recorded_turns(system):
         if name == "metrics.jsonl":
             whole = [x for x in whole if json.loads(x)["step"] <= step]
         if whole != lines:
+            (run / f"{name}.part").touch(mode=0o600)
             (run / f"{name}.part").write_text("".join(whole))
-            os.chmod(run / f"{name}.part", 0o600)
             os.replace(run / f"{name}.part", run / name)
     return proxy.load_turns(run / "turns.jsonl")
 
@@ -634,24 +642,27 @@ def take_up(system, turns):
         if turn.fate not in (None, "run_ended") and not lost:
             log.count(turn)
             continue
+        again = bool(turn.feedback)  # it may have come after the judge
         if turn.version_start > step:  # sampled by weights that are lost: no version of this run's
             turn.version_start, turn.version_end = step, -1
-        turn.fate = turn.step = None
+        turn.fate, turn.step, turn.closed, turn.age_s = None, None, 0.0, None
         log.take_up(turn)
-        if turn.id in ids:  # the checkpoint was written, the commit was not
-            log.close(turn, "trained", step)
+        if turn.skip or turn.id in ids:  # its fate was known, or the checkpoint was written, and
+            log.close(turn, turn.skip or "trained", None if turn.skip else step)  # no line said so
             continue
         back += 1
         hint_ok = turn.hint is not None and turn.hint_skip is None
         turn.r, turn.distil, reason = sample_parts(
             cfg.mode, turn.score, hint_ok, cut=turn.finish_reason == "length",
             train_cut=cfg.train_cut)
-        if turn.judged_at and not reason:
+        fits = len(turn.prompt_ids) + len(turn.response_ids) <= cfg.max_train_len
+        if turn.judged_at and fits and not reason and not again:
             line.take_up(turn)
         elif turn.paired_at:
             system.judges.put(turn)
         else:
             system.sessions.wait(turn)
+    line.fates_before = log.counts()
     say(f"resumed at update {step}: {log.fates['trained']} turns are trained, {back} taken up "
         "again")
 
@@ -735,7 +746,7 @@ def users_command(system):
                "--held-out-samples", cfg.held_out, "--run-dir", system.run_dir.resolve()]
     if cfg.lora_rank:  # the base model is in the engine beside its adapters
         command += ["--score-url", cfg.engine_url, "--score-model", BASE]
-    return command + ["--lockstep"] * cfg.lockstep
+    return command + ["--lockstep"] * cfg.lockstep + ["--go-on"] * bool(cfg.resume)
 
 
 def now(system):
@@ -878,7 +889,7 @@ def main(argv=None):
         say("\nstopping")
     except (Problem, ChildProcessError, TimeoutError) as problem:
         code = 1
-        print(f"error: {problem}", file=sys.stderr, flush=True)
+        print(f"{CLEAR}error: {problem}", file=sys.stderr, flush=True)
     finally:
         if system:
             end(system)

@@ -66,6 +66,7 @@ class Turn:
     first_token: float = 0.0
     finished: float = 0.0
     stripped: list = field(default_factory=list)  # kinds of wrapper taken off for pairing
+    skip: str | None = None  # why it cannot be trained, where that was clear at its end
     next_state: list = field(default_factory=list)  # all new messages since the reply
     paired_at: float = 0.0
     feedback: dict = field(default_factory=dict)
@@ -85,13 +86,14 @@ class Turn:
     fate: str | None = None
     step: int | None = None
     closed: float = 0.0  # when it got its fate
+    age_s: float | None = None  # seconds from its end to its training
     prox_logp: list | None = None  # (R,) under the policy at the start of its step
 
 
 REPLY_FIELDS = (
     "session kind messages tools chat_template_kwargs sampling prompt_ids response_ids "
     "rollout_logp completion_tokens reply finish_reason version_start version_end created "
-    "first_token finished stripped"
+    "first_token finished stripped skip"
 ).split()
 JUDGED_FIELDS = (
     "votes hint_votes hints hinted_prompt_ids hint hint_skip score lexicon teacher_logp "
@@ -136,8 +138,8 @@ class TurnLog:
         with self.lock:
             self.turns += 1
             self.open[turn.id] = turn
-        self.write(turn, "resumed", fate=None, step=None, version_start=turn.version_start,
-                   version_end=turn.version_end)
+        self.write(turn, "resumed", fate=None, step=None, closed=0.0, age_s=None,
+                   version_start=turn.version_start, version_end=turn.version_end)
 
     def count(self, turn):
         """--resume: a turn whose fate stays."""
@@ -203,10 +205,10 @@ CONTEXT_BLOCKS = {
         r"<(system-reminder|environment_details|environment_context)>.*?(</\1>|\Z)", re.S),
     "timestamp": re.compile(
         r"^\s*\[(?:\w{3},? )?\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?(?: ?[\w+:/-]+)?\]\s*"),
-    "runtime_line": re.compile(r"\n[ \t]*Runtime: agent=[^\n]*\s*\Z"),
+    "runtime_line": re.compile(r"\n[ \t]*Runtime: agent=[^\n]*\Z"),
     "openclaw_retry": re.compile(  # around words whose request was refused; later gone again
         r"^\s*\[Queued user message from a previous active turn;[^\n]*\]\n"
-        r"|\n\nContinue the current task from the existing transcript,[^\n]*(?=\s*\Z)"),
+        r"|\n\nContinue the current task from the existing transcript,[^\n]*\Z"),
 }
 THINKING = re.compile(r"<think(?:ing)?>.*?(</think(?:ing)?>|\Z)", re.S)
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
@@ -233,8 +235,9 @@ def text_of(content):
         if not isinstance(text, str):
             raise BadRequest("the text of a content part must be a string")
         # words of two parts must not run into each other (agents merge messages into parts)
-        apart = pieces and pieces[-1][-1:].strip() and text[:1].strip()
-        pieces.append("\n" * bool(apart) + text)
+        if pieces and pieces[-1][-1].strip() and text[:1].strip():
+            pieces.append("\n")
+        pieces += [text] * bool(text)
     return "".join(pieces)
 
 
@@ -242,7 +245,7 @@ def strip_wrappers(text):
     """Own words of a message -> (words, names of the wrappers taken off)."""
     found = []
     for name, pattern in CONTEXT_BLOCKS.items():
-        text, n = pattern.subn("", text)
+        text, n = pattern.subn("", text.rstrip())  # KEEP: \s*\Z in a pattern would be quadratic
         found += [name] * bool(n)
     return text.strip(), found
 
@@ -291,14 +294,17 @@ def digest(*parts):
 
 
 def said_last(messages):
-    """The last line that is not of a context block: what the next reply answers. (Only the last
-    line: agents merge messages that got no answer into one.)"""
+    """The last words that are not only a context block: what the next reply answers."""
     for message in reversed(messages):
-        if message["role"] in ("user", "tool"):
-            words, _ = strip_wrappers(text_of(message.get("content")))
-            if words:
-                return " ".join(words.splitlines()[-1].split())
+        if message["role"] in ("user", "tool") and words_of(message):
+            return words_of(message)
     return ""
+
+
+def merged(words, more):
+    """Is one of them the end of the other? Agents merge messages that got no answer into one."""
+    short, long = sorted((words, more), key=len)
+    return bool(short) and long.endswith(" " + short)
 
 
 # ---------------------------------------------------------- a client's body -> the engine's request
@@ -738,15 +744,16 @@ class Policy:
 class Sessions:
     """Finished main turns that wait for their next state, and their pairing with new requests.
 
-    A turn waits under a key of (the words it answered, its reply). No prefix is compared and
-    nothing is counted, so sliding windows, compaction and rewritten tool-call ids do no harm.
+    A turn waits under its reply, with the words that it answered. No prefix is compared and nothing
+    is counted, so sliding windows, compaction and rewritten tool-call ids do no harm.
     """
 
     def __init__(self, log, timeout):
         self.log, self.timeout, self.lock = log, timeout, threading.Lock()
-        self.waiting = defaultdict(list)  # key -> [Turn], oldest first
+        self.waiting = defaultdict(list)  # digest of a reply -> [Turn], oldest first
         self.history = defaultdict(set)  # digest of a request's words -> ids waiting under it
-        self.keys = {}  # turn id -> (key, history digest, Turn)
+        self.keys = {}  # turn id -> (reply's digest, history digest, Turn)
+        self.answered = {}  # turn id -> the words that it answered
         self.seen = {}  # session -> last sign of life (monotonic seconds)
         self.latest = {}  # session -> id of its last main turn
         self.not_chosen = set()  # ids of waiting turns whose sibling was chosen
@@ -766,10 +773,14 @@ class Sessions:
         return None, None
 
     def _waiting_under(self, messages, i, session):
-        key = digest(said_last(messages[:i]), words_of(messages[i]))
-        turns = self.waiting.get(key) or []
-        same = [t for t in turns if t.session == session]
-        return (same or turns or [None])[0]
+        turns = self.waiting.get(digest(words_of(messages[i])))
+        if not turns:
+            return None
+        words = said_last(messages[:i])
+        equal = [t for t in turns if self.answered[t.id] == words]
+        found = equal or [t for t in turns if merged(self.answered[t.id], words)]
+        same = [t for t in found if t.session == session]
+        return (same or found or [None])[0]
 
     def _take(self, turn):
         _, history, _ = self.keys[turn.id]
@@ -780,6 +791,7 @@ class Sessions:
     def _forget(self, turn):
         key, history, _ = self.keys.pop(turn.id)
         self.not_chosen.discard(turn.id)
+        del self.answered[turn.id]
         for table, group, item in ((self.waiting, key, turn), (self.history, history, turn.id)):
             table[group].remove(item)
             if not table[group]:
@@ -791,12 +803,12 @@ class Sessions:
 
     def wait(self, turn):
         """A finished main turn starts to wait for what its user says next."""
-        key = digest(said_last(turn.messages), words_of(turn.reply))
+        key, words = digest(words_of(turn.reply)), said_last(turn.messages)
         history = digest([words_of(m) for m in turn.messages])
         with self.lock:
             self.waiting[key].append(turn)
             self.history[history].add(turn.id)
-            self.keys[turn.id] = (key, history, turn)
+            self.keys[turn.id], self.answered[turn.id] = (key, history, turn), words
             self.seen[turn.session] = time.monotonic()
             self.latest[turn.session] = turn.id
 
@@ -974,7 +986,7 @@ class Server:
         with self.counting:
             self.requests["failed" if outcome == "failed" else "ok"] += 1
         fate = {"failed": "engine_error", "refused": "refused", "gone": "aborted"}.get(outcome)
-        fate = "side" if turn.kind == "side" else fate or skip or distrust(reply)
+        fate = turn.skip = "side" if turn.kind == "side" else fate or skip or distrust(reply)
         self.log.write(turn, "reply", **{k: getattr(turn, k) for k in REPLY_FIELDS})
         if fate:
             self.log.close(turn, fate)

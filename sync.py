@@ -341,7 +341,7 @@ class Sync:
         finally:
             self.call("POST", "/resume")
         pause_s = time.monotonic() - paused
-        shutil.rmtree(folder)
+        shutil.rmtree(folder.parent)
         self._compare_checksums(t_new)
         self._go_live(version, BASE)
         verdict, gap = self.verify(BASE, t_new)
@@ -365,7 +365,8 @@ def weights_folder(run_dir, version, size):
     """A new folder in shared memory if `size` bytes easily fit there, else in the run."""
     shm = Path("/dev/shm")
     fits = shm.is_dir() and shutil.disk_usage(shm).free > 1.2 * size + (64 << 20)
-    parent = shm / f"nano-openclaw-{os.getpid()}" if fits else Path(run_dir) / "weights"
+    name = f"nano-openclaw-{os.getpid()}"  # not where the run keeps its last version
+    parent = (shm if fits else Path(run_dir) / "weights") / name
     folder = parent / f"v{version}"
     folder.mkdir(parents=True, mode=0o700)
     return folder

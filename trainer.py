@@ -417,12 +417,23 @@ class Trainer:
         self.attach(turns)
         weights = token_weights([len(t["response_ids"]) for t in turns], cfg.loss_agg)
         for turn, weight in zip(turns, weights, strict=True):
+            turn["age_s"] = age_s(turn)
             turn["weight"], turn["prox_logp"] = weight * freshness(turn, cfg), None
-            turn["age"] = self.step - turn["version_start"]
+            turn["age"] = turn.get("recorded_age", self.step - turn["version_start"])
         stats = Stats(turns)
         for _ in range(cfg.updates_per_batch):
             grad_norm = self.update(turns, stats)
+        self.share_prox(turns)
         return {**stats.gather(self.acc, cfg), "grad_norm": grad_norm}
+
+    def share_prox(self, turns):
+        """Each rank knows pi_p of the turns that it trained; for the record all get all."""
+        if self.acc.num_processes > 1:
+            boxes = [None] * self.acc.num_processes
+            torch.distributed.all_gather_object(
+                boxes, {t["id"]: t["prox_logp"] for t in turns if t["prox_logp"] is not None})
+            for turn in turns:
+                turn["prox_logp"] = next(box[turn["id"]] for box in boxes if turn["id"] in box)
 
     def update(self, turns, stats):
         """One optimiser update over all micro-batches -> gradient norm before clipping."""
@@ -586,6 +597,10 @@ class Trainer:
         params = {n.removeprefix("lm."): p for n, p in self.policy.named_parameters()
                   if p.requires_grad}
         check_names(saved["weights"], params)
+        wrong = [n for n, p in params.items() if p.shape != saved["weights"][n].shape]
+        if wrong:
+            raise SyncError(f"{path}: {len(wrong)} tensors have another shape, such as {wrong[0]}: "
+                            "another --lora-rank?")
         with torch.no_grad():
             for name, p in params.items():
                 value = saved["weights"][name].to(p.device)
@@ -595,6 +610,8 @@ class Trainer:
                 p.copy_(value)
         set_optimizer_state_dict(self.model, self.optimiser.optimizer,
                                  optim_state_dict=saved["optimiser"], options=whole())
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.cfg.lr  # of now, not of then
         torch.set_rng_state(saved["random"])
         self.step = saved["step"]
 
@@ -626,12 +643,12 @@ def freshness(turn, cfg):
     by the number of samples, or an old batch would not be damped at all."""
     if not cfg.freshness_half_life:
         return 1.0
-    return 2.0 ** (-max(0.0, age_s(turn)) / cfg.freshness_half_life)
+    return 2.0 ** (-max(0.0, turn["age_s"]) / cfg.freshness_half_life)
 
 
 def age_s(turn):
-    """Seconds from the reply's end to its training, also when a recorded run is replayed."""
-    return (turn["closed"] or time.time()) - turn["finished"]
+    """Seconds from the reply's end to its training; in a replay those of the recorded run."""
+    return time.time() - turn["finished"] if turn["age_s"] is None else turn["age_s"]
 
 
 class Stats:
@@ -807,6 +824,7 @@ class Service:
 # ----------------------------------------------------------------------------------------- the loop
 
 REPLAYED = ("run_dir", "seed", "hint_choice", "extra", "tracker")  # beside the training knobs
+QUEUE = ("schedule", "window", "max_staleness", "max_wait", "sync_every", "max_train_len")
 
 
 def connect():
@@ -825,14 +843,18 @@ class Recorded:
         turns = [t for t in load_turns(cfg.replay).values() if t.fate == "trained"]
         for turn in turns:
             choose_again(turn, cfg)
+            turn.version_end = -1  # none of them was sampled by this trainer's weights
         turns.sort(key=lambda t: t.step)  # stable: the order of the file within a step
         steps, n = sorted({t.step for t in turns}), cfg.batch_size
+        self.updates = cfg.recorded_updates  # a turn's step is the number after its batch
         self.batches = [turns[i : i + n] for i in range(0, len(turns), n)] if cfg.rebatch else [
             [t for t in turns if t.step == k] for k in steps]
 
     def lease(self, n):
         turns = self.batches.pop(0) if self.batches else []
-        return {"turns": [asdict(t) for t in turns], "stop": not turns,
+        ages = [{"recorded_age": t.step - self.updates - t.version_start} for t in turns]
+        return {"turns": [asdict(t) | age for t, age in zip(turns, ages, strict=True)],
+                "stop": not turns,
                 "window": judged_numbers(turns) | {"dropped": {}, "queue_depth": 0}}
 
     def commit(self, step, fates, found):
@@ -861,18 +883,25 @@ def replay_config(argv):
         sys.exit(f"trainer: --replay {path}: no such file, or no config.json beside it")
     cfg = load_config(path.parent)
     cfg.run_dir = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-replay"
+    cfg.recorded_updates = cfg.updates_per_batch
     knobs = {f.name: f for f in fields(Config)}
     for key, value in given.items():
         flag = f"--{key.replace('_', '-')}"
-        if key not in knobs or not (knobs[key].metadata["group"] == "training" or key in REPLAYED):
+        if key not in knobs or not (knobs[key].metadata["group"] == "training" and key not in QUEUE
+                                    or key in REPLAYED):
             sys.exit(f"trainer: {flag} is not a knob of training: a replay cannot change it")
-        kind = knobs[key].type
+        kind, choices = knobs[key].type, knobs[key].metadata["choices"]
+        choices = ("true", "false") if kind is bool else choices
+        if choices and value not in choices:
+            sys.exit(f"trainer: {flag} {value}: one of {', '.join(choices)} is needed")
         try:
             setattr(cfg, key, value == "true" if kind is bool else kind(value))
         except ValueError:
             sys.exit(f"trainer: {flag} {value}: {kind.__name__} is needed")
-    if "tis_cap" in given and cfg.loss == "ppo":
-        sys.exit(f"trainer: {TIS_CAP_WITH_PPO}")
+    if cfg.loss != "decoupled":
+        if "tis_cap" in given and cfg.loss == "ppo":
+            sys.exit(f"trainer: {TIS_CAP_WITH_PPO}")
+        cfg.tis_cap = float(given.get("tis_cap", 5.0))  # the recorded one belonged to another loss
     if (Path(cfg.run_dir) / "metrics.jsonl").exists():
         sys.exit(f"trainer: --run-dir {cfg.run_dir} holds a run already; name another one")
     cfg.replay, cfg.rebatch, cfg.engine_url, cfg.api_key = str(path), "batch_size" in given, "", "-"
@@ -961,7 +990,8 @@ def scores(turn):
     """What the step found out about a turn's tokens: for the record, and for --replay."""
     found = {k: turn[k] for k in ("prox_logp", "teacher_logp") if turn[k] is not None}
     found = {k: [round(float(x), 5) for x in v] for k, v in found.items()}
-    return found | {"hint": turn["hint"]}  # a row of BEFORE may have chosen another one
+    # a row of BEFORE may have chosen another hint
+    return found | {"hint": turn["hint"], "age_s": turn["age_s"]}
 
 
 # ------------------------------------------------------------------------------------ what is shown
@@ -971,7 +1001,7 @@ def report(service, lease, metrics, synced):
     """One line and one decoded turn on screen, the same in metrics.jsonl and the trackers."""
     cfg, trainer = service.cfg, service.trainer
     turns, window, status = lease["turns"], lease["window"], service.queue.status(True)
-    ages, seconds = [t["age"] for t in turns], [age_s(t) for t in turns]
+    ages, seconds = [t["age"] for t in turns], [t["age_s"] for t in turns]
     scored = [t["score"] for t in turns if t["score"] is not None]
     row = {"step": trainer.step, "version": status["version"], **window, **metrics,
            "turns": len(turns), "logp_gap": synced.get("logp_gap"), "canary": synced.get("canary"),

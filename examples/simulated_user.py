@@ -487,14 +487,35 @@ def wait_for_main(shared, limit=600):
         time.sleep(0.2)
 
 
+def measure_before(shared):
+    measure_policy(shared, "before")
+    samples = shared.args.held_out_samples
+    for later, wish in shared.wishes.items():
+        hinted = measure(shared, "hinted" + later, samples, wish.hint)  # version 0 is the base
+        shared.report["held_out"]["nll_hinted_base" + later] = mean_nll(
+            shared, "hinted" + later, hinted, wish)
+
+
+def go_on(shared):
+    """--go-on: the report of the run that is resumed, and the next of its questions."""
+    path = shared.run_dir / "users.json"
+    old = json.loads(path.read_text()) if path.exists() else {}
+    if old.get("held_out", {}).get("before") is None:
+        return False  # it had not come that far
+    shared.report |= old | {"requests": shared.requests}
+    for phase in shared.report["replies"]:
+        if phase.startswith("after"):
+            shared.report["replies"][phase] = []
+    shared.asked = old["asked"]
+    for _ in range(shared.asked):
+        next(shared.questions)
+    return True
+
+
 def run(shared):
-    with timed(shared, "before"):
-        measure_policy(shared, "before")
-        samples = shared.args.held_out_samples
-        for later, wish in shared.wishes.items():
-            hinted = measure(shared, "hinted" + later, samples, wish.hint)  # version 0 is the base
-            shared.report["held_out"]["nll_hinted_base" + later] = mean_nll(
-                shared, "hinted" + later, hinted, wish)
+    if not (shared.args.go_on and go_on(shared)):
+        with timed(shared, "before"):
+            measure_before(shared)
     write_report(shared)
     with timed(shared, "talk"):
         talk(shared)
@@ -554,6 +575,8 @@ def parse_args(argv=None):
     add("--score-model", help="the base model's name at --score-url")
     add("--lockstep", action="store_true", help="ask nothing while a batch is being trained")
     add("--extra", help="a Python file that may add rows to PERSONAS, ALLOCATIONS")
+    add("--go-on", action="store_true", help="with the report in the run directory: nothing is "
+        "measured before")
     add("--no-wait", action="store_true", help="measure at once: no main.py to wait for")
     add("--check", action="store_true", help="only check the arguments")
     args = parser.parse_args(argv)

@@ -329,6 +329,8 @@ def blueprint(server):
 
     @page.post("/login")
     def login():
+        if (request.content_length or 0) > 4096:  # nobody has shown a key yet
+            return failure(413, "that is no key")
         key, ok = json_body().get("key"), jsonify(ok=True)
         if cfg.api_key:
             if not isinstance(key, str) or not same(key, cfg.api_key):

@@ -171,14 +171,15 @@ def test_kl_to_the_base(tmp_path):
 
 
 def test_freshness_is_not_normalised_away():
-    """An old batch is damped: the weight halves per half-life and is not divided by its sum."""
+    """An old batch is damped: the weight halves per half-life and is not divided by its sum. In a
+    replay the recorded age holds."""
     import time
 
     cfg = SimpleNamespace(freshness_half_life=10.0)
-    old = {"finished": time.time() - 20, "closed": 0.0}
-    assert T.freshness(old, cfg) == pytest.approx(0.25, abs=0.01)
-    assert T.freshness({"finished": 100.0, "closed": 110.0}, cfg) == 0.5  # as it was: a replay
-    assert T.freshness(old, SimpleNamespace(freshness_half_life=0)) == 1
+    assert T.freshness({"age_s": 20.0}, cfg) == 0.25
+    assert T.freshness({"age_s": 20.0}, SimpleNamespace(freshness_half_life=0)) == 1
+    assert T.age_s({"finished": time.time() - 20, "age_s": None}) == pytest.approx(20, abs=1)
+    assert T.age_s({"finished": 100.0, "age_s": 7.0}) == 7.0
 
 
 def test_diagnostics_against_a_loop(tmp_path):

@@ -1129,6 +1129,18 @@ def test_openclaw_retry_is_paired(server, engine):
     assert "openclaw_retry" in server.turns()[1].stripped
 
 
+def test_strangers_with_the_same_last_line_and_reply(server, engine):
+    """Long prompts often end in the same line, and short replies are alike: the whole words tell
+    the turns apart. Once a bug: only the last line was looked at, and B's words judged A's turn."""
+    engine.script = lambda body: say("Yes.")
+    asked = {name: user(f"Document {name}: ...\nAnswer yes or no.") for name in "AB"}
+    for message in asked.values():
+        server.ask(message)
+    for _ in range(2):  # a retry must not take the other's turn either
+        server.ask(asked["B"], {"role": "assistant", "content": "Yes."}, user("Wrong, look again."))
+    assert [t.messages for t in server.paired] == [[asked["B"]]]
+
+
 def test_openclaw_merged_messages_are_paired(server, engine):
     """A message that got no answer is later merged with the next one, as parts. Once a loss: the
     parts ran into each other, for the model as well, and the words were others than before."""

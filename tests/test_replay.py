@@ -79,9 +79,10 @@ def test_what_a_step_found_out_is_recorded(tmp_path):
     turn = Turn("t", "s")
     log.write(turn, "reply", session="s")
     log.close(turn, "trained", 3, **trainer.scores({"prox_logp": [-0.123456789], "hint": "chosen",
-                                                    "teacher_logp": None}))
+                                                    "age_s": 3.0, "teacher_logp": None}))
     back = load_turns(tmp_path / "turns.jsonl")["t"]
     assert back.prox_logp == [-0.12346] and back.teacher_logp is None and back.hint == "chosen"
+    assert back.age_s == 3.0
     assert (back.fate, back.step) == ("trained", 3) and back.closed == turn.closed > 0
 
 
@@ -92,11 +93,22 @@ def test_what_a_step_found_out_is_recorded(tmp_path):
     (["--replay", "{run}/turns.jsonl", "--loss", "mystery", "--run-dir", "{run}/x"], "ppo or"),
     (["--replay", "{run}/turns.jsonl", "--mode", "rl"], "not a knob of training"),
     (["--replay", "{run}/turns.jsonl", "--tis-cap", "3"], "square the ratio"),
-    (["--replay", "{run}/turns.jsonl", "--topk", "99"], "1 to 50")])
+    (["--replay", "{run}/turns.jsonl", "--topk", "99"], "1 to 50"),
+    (["--replay", "{run}/turns.jsonl", "--loss-agg", "tokens"], "sample, token"),
+    (["--replay", "{run}/turns.jsonl", "--gradient-checkpointing", "yes"], "true, false"),
+    (["--replay", "{run}/turns.jsonl", "--schedule", "fifo"], "not a knob of training")])
 def test_mistakes_end_with_one_sentence(recorded, flags, words):
-    done = subprocess.run([sys.executable, "trainer.py", *(f.format(run=recorded) for f in flags)],
-                          cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0 and words in done.stderr and "Traceback" not in done.stderr
+    import trainer
+
+    with pytest.raises(SystemExit, match=words):
+        trainer.run(trainer.replay_config([f.format(run=recorded) for f in flags]))
+
+
+def test_a_mistake_on_the_command_line_shows_no_traceback(recorded):
+    done = subprocess.run([sys.executable, "trainer.py", "--replay", "/no/such"], cwd=ROOT,
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "no such file" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_line_that_a_crash_cut_is_not_read(tmp_path):

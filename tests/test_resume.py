@@ -51,9 +51,22 @@ def test_checkpoints_are_whole_or_absent(tmp_path, monkeypatch):
     assert main.checkpoint_of(cfg).endswith("step-4.pt")
 
 
-def test_wrong_weights_are_refused(tmp_path):
-    """A checkpoint of full weights does not go into an adapter run."""
+def test_the_learning_rate_of_now_holds(tmp_path):
+    """--resume RUN --lr X. Once a bug: the optimiser's state brought the old rate back."""
     tiny().save_pretrained(tmp_path)
+    T.Trainer(config(tmp_path, lr=1e-2)).save(tmp_path / "checkpoints", [])
+    again = T.Trainer(config(tmp_path, lr=1e-5))
+    again.load(tmp_path / "checkpoints" / "step-0.pt")
+    assert {group["lr"] for group in again.optimiser.param_groups} == {1e-5}
+
+
+def test_wrong_weights_are_refused(tmp_path):
+    """A checkpoint of full weights does not go into an adapter run, nor one of rank 1 into rank 8.
+    Once a bug: the latter was broadcast, and would have been served."""
+    tiny().save_pretrained(tmp_path)
+    T.Trainer(config(tmp_path, lora_rank=1)).save(tmp_path / "small", [])
+    with pytest.raises(T.SyncError, match="another shape"):
+        T.Trainer(config(tmp_path, lora_rank=8)).load(tmp_path / "small" / "step-0.pt")
     full = T.Trainer(config(tmp_path, lora_rank=0))
     full.save(tmp_path / "checkpoints", [])
     with pytest.raises(T.SyncError, match="missing|unknown"):
@@ -90,10 +103,16 @@ def record(run, turns):
     log.file.close()
 
 
+def untorn(run):
+    text = (run / "turns.jsonl").read_text()
+    (run / "turns.jsonl").write_text(text[: text.rindex("\n") + 1])
+
+
 def resumed(run, **changes):
     """What start() does with it, without an engine."""
     cfg = SimpleNamespace(**vars(main.Config()) | dict(
-        run_dir=str(run), mode="opd", checkpoint=str(run / "checkpoints" / "step-2.pt")) | changes)
+        run_dir=str(run), mode="opd", max_train_len=99,
+        checkpoint=str(run / "checkpoints" / "step-2.pt")) | changes)
     system = SimpleNamespace(cfg=cfg, run_dir=run, policy=Policy("base"), judging=[])
     turns = main.recorded_turns(system)
     system.log = TurnLog(run / "turns.jsonl")
@@ -129,6 +148,32 @@ def test_every_turn_comes_back_to_its_place_once(tmp_path):
     assert "torn" not in back and not (tmp_path / "stop_users").exists()
     rows = [json.loads(x)["step"] for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows == [1, 2]
+
+
+def test_untrusted_turns_stay_untrusted(tmp_path):
+    """A crash between the reply's line and its fate's. Once a bug: side turns and turns without
+    log-probs came back as trainable."""
+    record(tmp_path, {"ready": (2, None, None, 1)})
+    untorn(tmp_path)
+    log = TurnLog(tmp_path / "turns.jsonl")
+    for name in ("side", "bad_logp"):
+        turn = Turn(name, "s", skip=name)
+        log.write(turn, "reply", **{k: getattr(turn, k) for k in REPLY_FIELDS})
+    log.file.close()
+    system = resumed(tmp_path)
+    assert set(system.line.places) == {"ready"} and not system.sessions.keys
+    assert system.log.fates == {"side": 1, "bad_logp": 1}
+
+
+def test_a_thumb_before_the_crash_is_judged_again(tmp_path):
+    """Feedback may be younger than the judge's label; clocks and the window begin anew."""
+    record(tmp_path, {"ready": (2, "run_ended", None, 1), "old": (2, "stale", None, 0)})
+    untorn(tmp_path)
+    with open(tmp_path / "turns.jsonl", "a") as file:
+        file.write('{"turn": "ready", "event": "feedback", "feedback": {"score": 1}}\n')
+    system = resumed(tmp_path)
+    assert [(t.id, t.closed, t.age_s) for t in system.judging] == [("ready", 0.0, None)]
+    assert system.line.window()["dropped"] == {}
 
 
 def test_turns_of_lost_weights_are_never_of_the_current_version(tmp_path):
@@ -188,3 +233,17 @@ def test_flags_change_the_resumed_config(tmp_path):
     assert (again.mode, again.lr, again.run_dir) == ("rl", 1e-4, str(tmp_path))
     assert again.checkpoint == str(tmp_path / "checkpoints" / "step-12.pt")
     assert again.save_every == 10
+
+
+def test_what_was_filled_in_is_filled_in_again(tmp_path):
+    """Once bugs: a model judge of our own was asked at the address of the engine that is gone; a
+    decoupled run could not go on with ppo."""
+    cfg = main.parse(["--loss", "decoupled", "--judge", "llm", "--run-dir", str(tmp_path)])
+    cfg.judge_is_ours, cfg.judge_url, cfg.judge_model = True, "http://127.0.0.1:1/v1", "base"
+    main.write_config(cfg)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-1.pt").write_bytes(b"")
+    again = main.parse(["--resume", str(tmp_path), "--loss", "ppo"])
+    assert (again.judge_url, again.judge_model, again.loss) == ("", "", "ppo")
+    with pytest.raises(main.Problem, match="square the ratio"):
+        main.parse(["--resume", str(tmp_path), "--loss", "ppo", "--tis-cap", "3"])

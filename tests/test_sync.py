@@ -489,7 +489,8 @@ def test_other_tensors_after_the_swap_are_an_error(service, engine, shm):
 def test_weights_folder_needs_room(tmp_path, monkeypatch):
     """Shared memory if the weights fit with room to spare, else the run directory."""
     made = weights_folder(tmp_path, 1, 1 << 60)
-    assert made == tmp_path / "weights" / "v1" and made.stat().st_mode & 0o777 == 0o700
+    assert made.parent.parent == tmp_path / "weights" and made.name == "v1"
+    assert made.stat().st_mode & 0o777 == 0o700
     if Path("/dev/shm").is_dir():
         monkeypatch.setattr(sync.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
         made = weights_folder(tmp_path, 1, 1000)
@@ -500,3 +501,14 @@ def test_weights_folder_needs_room(tmp_path, monkeypatch):
 def test_cores():
     """'0-2,5' and single cores."""
     assert sync.parse_cores("0-2,5") == {0, 1, 2, 5} and sync.parse_cores("3") == {3}
+
+
+def test_a_swap_folder_is_never_the_kept_model(tmp_path, monkeypatch):
+    """Where shared memory is small the tensors pass through the run's directory. Once a bug: in the
+    folder of the model that the run had kept, which a later swap then removed."""
+    monkeypatch.setattr(sync.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    kept = tmp_path / "weights" / "v3"
+    kept.mkdir(parents=True)
+    folder = sync.weights_folder(tmp_path, 3, 1000)
+    assert folder.is_dir() and folder != kept and kept.is_dir()
+    assert tmp_path in folder.parents

@@ -90,7 +90,7 @@ def make_turns(n=8, seed=0, **fields):
         out.append(dict(
             id=f"t{i}", prompt_ids=ids(3, 20), response_ids=response, r=(1, -1, None)[i % 3],
             distil=i % 2 == 0, teacher_logp=[-3.0 - rng.random() for _ in response],
-            rollout_logp=[-4.0 - rng.random() for _ in response], version_start=0,
+            rollout_logp=[-4.0 - rng.random() for _ in response], age_s=0.0, version_start=0,
             version_end=0) | fields)
     return out
 
@@ -283,7 +283,7 @@ def fixed(logp, prox_logp, rollout_logp, advantage, cfg, rows):
 
 
 A_AND_B = [dict(id=i, prompt_ids=[1, 2], response_ids=[3] * n, rollout_logp=[-1.0] * n, r=r,
-                distil=False, teacher_logp=None, version_start=0, version_end=0)
+                distil=False, teacher_logp=None, version_start=0, version_end=0, age_s=0.0)
            for i, n, r in (("A", 1, 1), ("B", 9, 0))]
 
 
