@@ -843,6 +843,8 @@ class Recorded:
         turns = [t for t in load_turns(cfg.replay).values() if t.fate == "trained"]
         for turn in turns:
             choose_again(turn, cfg)
+            if turn.age_s is None:  # an older record
+                turn.age_s = max(0.0, turn.closed - turn.finished)
             turn.version_end = -1  # none of them was sampled by this trainer's weights
         turns.sort(key=lambda t: t.step)  # stable: the order of the file within a step
         steps, n = sorted({t.step for t in turns}), cfg.batch_size

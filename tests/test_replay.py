@@ -55,7 +55,7 @@ def test_replay_repeats_the_steps_and_is_deterministic(recorded, tmp_path):
     assert [r["turns"] for r in other] == [4] and other[0]["loss"] != first[0]["loss"]
 
 
-def test_recorded_teacher_and_other_hints():
+def test_recorded_teacher_and_other_hints(monkeypatch):
     """The recorded teacher is used again; under another --hint-choice another hint may teach, and
     what was recorded for the old one is not used for it."""
     import trainer
@@ -63,11 +63,8 @@ def test_recorded_teacher_and_other_hints():
     turn = Turn("t", "s", hints=["a long hint", "short"], hint="a long hint", teacher_logp=[-1.0])
     trainer.choose_again(turn, SimpleNamespace(hint_choice="longest"))
     assert turn.teacher_logp == [-1.0]
-    trainer.HINT_CHOICE["shortest"] = lambda hints: min(hints, key=len)
-    try:
-        trainer.choose_again(turn, SimpleNamespace(hint_choice="shortest"))
-    finally:
-        del trainer.HINT_CHOICE["shortest"]
+    monkeypatch.setitem(trainer.HINT_CHOICE, "shortest", lambda hints: min(hints, key=len))
+    trainer.choose_again(turn, SimpleNamespace(hint_choice="shortest"))
     assert (turn.hint, turn.teacher_logp) == ("short", None)
 
 
