@@ -431,7 +431,8 @@ class Trainer:
         if self.acc.num_processes > 1:
             boxes = [None] * self.acc.num_processes
             torch.distributed.all_gather_object(
-                boxes, {t["id"]: t["prox_logp"] for t in turns if t["prox_logp"] is not None})
+                boxes, {t["id"]: t["prox_logp"].cpu() for t in turns
+                        if t["prox_logp"] is not None})
             for turn in turns:
                 turn["prox_logp"] = next(box[turn["id"]] for box in boxes if turn["id"] in box)
 
@@ -991,7 +992,7 @@ def step(service, turns):
 def scores(turn):
     """What the step found out about a turn's tokens: for the record, and for --replay."""
     found = {k: turn[k] for k in ("prox_logp", "teacher_logp") if turn[k] is not None}
-    found = {k: [round(float(x), 5) for x in v] for k, v in found.items()}
+    found = {k: [round(x, 5) for x in torch.as_tensor(v).tolist()] for k, v in found.items()}
     # a row of BEFORE may have chosen another hint
     return found | {"hint": turn["hint"], "age_s": turn["age_s"]}
 
