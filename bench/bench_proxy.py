@@ -91,7 +91,8 @@ def serve_mock(args):
                 asked = json.loads(await reader.readexactly(int(LENGTH.search(head)[1])))
                 usage = (asked.get("stream_options") or {}).get("include_usage")
                 wishes = (asked.get(k) for k in ("stream", "logprobs", "return_token_ids"))
-                for n, part in mock_parts(args.tokens, *map(bool, (*wishes, usage))):
+                tokens = min(args.tokens, asked.get("max_tokens") or args.tokens)
+                for n, part in mock_parts(tokens, *map(bool, (*wishes, usage))):
                     if n and args.mock_delay:
                         await asyncio.sleep(n * args.mock_delay)
                     writer.write(part)
