@@ -526,14 +526,18 @@ class Upstream:
             response = connection.getresponse()
             if response.status != 200:
                 raise EngineError(*readable(response.status, response.read()))
-            for line in response if not self.cancelled else ():
-                if line.startswith(b"data: {"):
-                    self.events.put(json.loads(line[6:]))
-                elif line.startswith(b"data: [DONE]"):
+            rest, whole = b"", None
+            while whole is None and not self.cancelled and (data := response.read1(1 << 16)):
+                *lines, rest = (rest + data).split(b"\n")
+                events = [json.loads(x[6:]) for x in lines if x.startswith(b"data: {")]
+                if events:  # what came together is passed on together
+                    self.events.put(events)
+                if any(x.startswith(b"data: [DONE]") for x in lines):
                     whole = not response.read().strip() and not response.will_close
-                    break
         except EngineError as error:
             self.events.put(error)
+        except http.client.IncompleteRead:
+            pass  # cut off: whoever follows knows whether it was complete by then
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.events.put(EngineError(502, f"the engine did not answer: {type(error).__name__}"))
         finally:
@@ -561,7 +565,7 @@ class Upstream:
                 raise event
             if event is END:
                 return
-            yield event
+            yield from event or [None]
 
     def cancel(self):
         with self.lock:
