@@ -269,6 +269,12 @@ def judge_turn(turn, cfg, http, engine, rescue=False):
             except (EngineError, urllib3.exceptions.HTTPError):
                 turn.hint_skip = "engine_error"  # the reward part, if any, is still good
     turn.judged_at = time.time()
+    return decide(turn, cfg, rescue)
+
+
+def decide(turn, cfg, rescue=False):
+    """What a judged turn gives under this run's settings, by the table and the length limit: fills
+    in r and distil -> why it is dropped, or None for a sample."""
     hint_ok = turn.hint is not None and turn.hint_skip is None
     turn.r, turn.distil, reason = sample_parts(
         cfg.mode, turn.score, hint_ok, hint_skip=turn.hint_skip, cut=turn.finish_reason == "length",
@@ -323,6 +329,10 @@ def windowed(places, n, window):
 SCHEDULES = {"greedy": greedy, "fifo": fifo, "windowed": windowed}
 
 
+def place_for(turn, ready=None):
+    return {"turn": turn, "ready": ready, "lease": None, "again": False}
+
+
 class SampleQueue:
     """The shared line between judging and training. Places are in the order in which turns entered
     judging; a leased turn keeps its place until it is committed, so a dead trainer loses nothing.
@@ -360,14 +370,13 @@ class SampleQueue:
                 self.log.close(turn, "overload")
                 return False
             self.last_sample = self.last_sample or self.clock()
-            self.places[turn.id] = {"turn": turn, "ready": None, "lease": None, "again": False}
+            self.places[turn.id] = place_for(turn)
             return True
 
     def take_up(self, turn):
         """--resume: a turn that was judged before gets its place back, overload or not."""
         with self.lock:
-            self.places[turn.id] = {"turn": turn, "ready": self.clock(), "lease": None,
-                                    "again": False}
+            self.places[turn.id] = place_for(turn, self.clock())
             self.effective |= {turn.session} if self.cfg.at_least_one else set()
             self.last_sample = self.clock()
 

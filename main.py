@@ -24,7 +24,7 @@ from multiprocessing import managers
 from pathlib import Path
 
 import proxy
-from judge import HINT_CHOICE, JUDGES, SCHEDULES, JudgeThreads, SampleQueue, sample_parts
+from judge import HINT_CHOICE, JUDGES, SCHEDULES, JudgeThreads, SampleQueue, decide
 from sync import (
     BASE,
     HERE,
@@ -181,7 +181,6 @@ TOOL_PARSERS = {"qwen3": "hermes", "qwen2.5": "hermes", "hermes": "hermes",  # p
                 "llama-3": "llama3_json", "mistral": "mistral"}
 REASONING_PARSERS = {"qwen3": "qwen3", "qwq": "deepseek_r1", "deepseek-r1": "deepseek_r1"}
 LAYOUTS = {0: (0, 0, 0), 1: (0, 1, 0), 2: (1, 1, 0), 4: (2, 1, 1), 8: (4, 2, 2)}  # 0: shared
-TIS_CAP_WITH_PPO = "--tis-cap belongs to --loss decoupled: with ppo it would square the ratio"
 SECRET = ("api_key", "judge_key")  # set beside the knobs, never written anywhere
 
 
@@ -252,9 +251,7 @@ def fill(cfg):
     cfg.tool_parser = parser_for(cfg.tool_parser, TOOL_PARSERS, name)
     thinks = {} if "instruct" in name else REASONING_PARSERS
     cfg.reasoning_parser = parser_for(cfg.reasoning_parser, thinks, name)
-    if cfg.tis_cap != AUTO and cfg.loss == "ppo":
-        raise Problem(TIS_CAP_WITH_PPO)
-    cfg.tis_cap = 5.0 if cfg.tis_cap == AUTO else cfg.tis_cap
+    fill_tis_cap(cfg)
     if cfg.gpu_share == AUTO:
         cfg.gpu_share = 0.4 if set(cfg.layout["trainer"]) & set(cfg.layout["policy"]) else 0.85
     if cfg.teacher == AUTO:
@@ -272,6 +269,12 @@ def fill(cfg):
     cfg.checkpoint, cfg.replay = checkpoint_of(cfg), ""  # trainer.py --replay sets the latter
     validate(cfg)
     return cfg
+
+
+def fill_tis_cap(cfg):
+    if cfg.tis_cap != AUTO and cfg.loss == "ppo":
+        raise Problem("--tis-cap belongs to --loss decoupled: with ppo it would square the ratio")
+    cfg.tis_cap = 5.0 if cfg.tis_cap == AUTO else cfg.tis_cap
 
 
 def step_of(path):
@@ -651,12 +654,7 @@ def take_up(system, turns):
             log.close(turn, turn.skip or "trained", None if turn.skip else step)  # no line said so
             continue
         back += 1
-        hint_ok = turn.hint is not None and turn.hint_skip is None
-        turn.r, turn.distil, reason = sample_parts(
-            cfg.mode, turn.score, hint_ok, cut=turn.finish_reason == "length",
-            train_cut=cfg.train_cut)
-        fits = len(turn.prompt_ids) + len(turn.response_ids) <= cfg.max_train_len
-        if turn.judged_at and fits and not reason and not again:
+        if turn.judged_at and not again and not decide(turn, cfg):
             line.take_up(turn)
         elif turn.paired_at:
             system.judges.put(turn)

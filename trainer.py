@@ -38,7 +38,7 @@ from accelerate import Accelerator
 from safetensors.torch import safe_open, save_file
 
 from judge import HINT_CHOICE
-from main import TIS_CAP_WITH_PPO, Config, Problem, say, step_of, validate
+from main import AUTO, Config, Problem, fill_tis_cap, say, step_of, validate
 from proxy import engine_logp, judged_numbers, load_turns, strip_wrappers
 from sync import BASE, LORA_TARGETS, Sync, SyncError, check_names, load_extra
 
@@ -333,7 +333,7 @@ class Trainer:
         trainable = [p for p in policy.parameters() if p.requires_grad]
         optimiser = torch.optim.AdamW(trainable, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.model, self.optimiser = self.acc.prepare(policy, optimiser)
-        self.step = 0
+        self.step = self.saved = 0  # updates done; those that the last checkpoint holds
 
     @property
     def policy(self):
@@ -576,7 +576,7 @@ class Trainer:
         beside it the ids of the turns that the last step trained. KEEP: on all ranks."""
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        weights = self.state()
+        weights, self.saved = self.state(), self.step
         moments = get_optimizer_state_dict(self.model, self.optimiser.optimizer, options=whole())
         if not self.acc.is_main_process:
             return
@@ -614,7 +614,7 @@ class Trainer:
         for group in self.optimiser.param_groups:
             group["lr"] = self.cfg.lr  # of now, not of then
         torch.set_rng_state(saved["random"])
-        self.step = saved["step"]
+        self.step = self.saved = saved["step"]
 
 
 def whole():
@@ -681,7 +681,7 @@ class Stats:
                    (logp - prox_logp).abs(), has_hint, hint, hint * hint,
                    hint.abs() > cfg.opd_clip]
         at = torch.tensor([self.ages.index(t["age"]) for t in turns])[rows.cpu()]
-        self.sums.index_add_(0, at, torch.stack([c.double().cpu() for c in columns], 1))
+        self.sums.index_add_(0, at, torch.stack([c.double() for c in columns], 1).cpu())
 
     def gather(self, acc, cfg):
         """Sum over ranks, then divide. Several updates on a batch count its tokens each time."""
@@ -775,7 +775,7 @@ class Service:
         --resume that is checked as well, and then the restored version is put into service."""
         if self.cfg.replay:
             return
-        t_0, gap = self.trainer_canary(), None
+        t_0 = self.trainer_canary()
         if self.boss:
             gap = self.sync.start(t_0)
             say(f"version 0 checked: logp_gap {gap:.4f} between engine and trainer")
@@ -901,16 +901,16 @@ def replay_config(argv):
             setattr(cfg, key, value == "true" if kind is bool else kind(value))
         except ValueError:
             sys.exit(f"trainer: {flag} {value}: {kind.__name__} is needed")
-    if cfg.loss != "decoupled":
-        if "tis_cap" in given and cfg.loss == "ppo":
-            sys.exit(f"trainer: {TIS_CAP_WITH_PPO}")
-        cfg.tis_cap = float(given.get("tis_cap", 5.0))  # the recorded one belonged to another loss
+    if cfg.loss != "decoupled" and "tis_cap" not in given:
+        cfg.tis_cap = AUTO  # the recorded one belonged to another loss, or was filled in
     if (Path(cfg.run_dir) / "metrics.jsonl").exists():
         sys.exit(f"trainer: --run-dir {cfg.run_dir} holds a run already; name another one")
     cfg.replay, cfg.rebatch, cfg.engine_url, cfg.api_key = str(path), "batch_size" in given, "", "-"
+    cfg.save_every = 0  # what is replayed can be replayed again
     if cfg.extra:
         load_extra(cfg.extra)
     try:
+        fill_tis_cap(cfg)
         validate(cfg)
     except Problem as problem:
         sys.exit(f"trainer: {problem}")
@@ -957,13 +957,9 @@ def run(cfg):
         else:
             time.sleep(0.5)  # "nothing yet" went around too: no rank may wait in a collective
     service.keep()
-    if cfg.save_every and not cfg.replay and trained and not saved(cfg, trainer):
+    if cfg.save_every and trainer.saved != trainer.step:
         trainer.save(Path(cfg.run_dir) / "checkpoints", trained)
     trainer.acc.end_training()
-
-
-def saved(cfg, trainer):
-    return (Path(cfg.run_dir) / "checkpoints" / f"step-{trainer.step}.pt").exists()
 
 
 def sync_due(service, unsynced):
@@ -981,7 +977,7 @@ def step(service, turns):
     are gone, and main puts the turns back into their places."""
     start, trainer, cfg = time.monotonic(), service.trainer, service.cfg
     metrics = trainer.train(turns)
-    if cfg.save_every and not cfg.replay and trainer.step % cfg.save_every < cfg.updates_per_batch:
+    if cfg.save_every and trainer.step % cfg.save_every < cfg.updates_per_batch:
         trainer.save(Path(cfg.run_dir) / "checkpoints", turns)  # KEEP: before the commit
     if service.boss:
         service.queue.commit(trainer.step, {t["id"]: "trained" for t in turns},

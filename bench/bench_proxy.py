@@ -107,24 +107,31 @@ def serve_mock(args):
 # ------------------------------------------------------------------------------------- the proxies
 
 
-def serve_ours(args):
-    """The proxy as main.py starts it, without judge and trainer."""
+def bare_proxy(engine, log, model=BASE, **changes):
+    """The proxy as main.py starts it, without judge and trainer -> proxy.Server, web server."""
     cfg = SimpleNamespace(**vars(main.Config()))
-    vars(cfg).update(main.PRESETS["cpu"], port=args.port, api_key="", tool_parser="",
-                     max_requests=max(cfg.max_requests, *args.concurrency), session_timeout=10)
-    log, policy = proxy.TurnLog(args.log), proxy.Policy(args.model)
+    vars(cfg).update(main.PRESETS["cpu"], api_key="", tool_parser="")
+    vars(cfg).update(changes)
+    log, policy = proxy.TurnLog(log), proxy.Policy(model)
     policy.accepting = True
     sessions, hooks = proxy.Sessions(log, cfg.session_timeout), proxy.Hooks()
-    hooks.paired = lambda turn: log.close(turn, "trained", 0)  # or it would be kept for ever
-    server = proxy.Server(cfg, args.engine, policy, sessions, log, hooks)
+    server = proxy.Server(cfg, engine, policy, sessions, log, hooks)
+    return server, proxy.serve(proxy.make_app(server), cfg)
+
+
+def serve_ours(args):
+    server, web = bare_proxy(args.engine, args.log, args.model, port=args.port, session_timeout=10,
+                             max_requests=max(main.Config().max_requests, *args.concurrency))
+    # or it would be kept for ever
+    server.hooks.paired = lambda turn: server.log.close(turn, "trained", 0)
 
     def expire():
         while True:
             time.sleep(1)
-            sessions.expire()
+            server.sessions.expire()
 
     threading.Thread(target=expire, daemon=True).start()
-    proxy.serve(proxy.make_app(server), cfg).run()
+    web.run()
 
 
 def serve_original(args):

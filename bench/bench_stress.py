@@ -19,35 +19,21 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import psutil
-from bench_proxy import launch
+from bench_proxy import bare_proxy, launch
 
-import main
-import proxy
 from sync import free_port
 
 
-def start(cfg, engine, folder):
-    """The proxy in this process, as main.py starts it, without judge and trainer."""
-    log, policy = proxy.TurnLog(folder / "turns.jsonl"), proxy.Policy("base")
-    policy.accepting = True
-    sessions, hooks = proxy.Sessions(log, cfg.session_timeout), proxy.Hooks()
-    server = proxy.Server(cfg, engine, policy, sessions, log, hooks)
-    web = proxy.serve(proxy.make_app(server), cfg)
+def start(engine, folder, **changes):
+    """The proxy in this process -> its Server."""
+    server, web = bare_proxy(engine, folder / "turns.jsonl", port=free_port(), **changes)
     threading.Thread(target=web.run, daemon=True).start()
     return server
-
-
-def config(**changes):
-    cfg = SimpleNamespace(**vars(main.Config()))
-    vars(cfg).update(main.PRESETS["cpu"], port=free_port(), api_key="", tool_parser="")
-    vars(cfg).update(changes)
-    return cfg
 
 
 def ask(port, n, **more):
@@ -65,11 +51,10 @@ def ask(port, n, **more):
 
 def many_sessions(engine, folder, n):
     """-> memory in MB after every fifth of the sessions, and what is left in the maps."""
-    cfg = config(session_timeout=1.0)
-    server, mine, memory = start(cfg, engine, folder), psutil.Process(), []
+    server, mine, memory = start(engine, folder, session_timeout=1.0), psutil.Process(), []
     with ThreadPoolExecutor(8) as pool:
         for part in range(5):
-            list(pool.map(lambda i: ask(cfg.port, i, max_tokens=4),
+            list(pool.map(lambda i: ask(server.cfg.port, i, max_tokens=4),
                           range(part * n // 5, (part + 1) * n // 5)))
             time.sleep(1.2)
             server.sessions.expire()
@@ -110,15 +95,14 @@ def slow_readers(port, n):
 def beside_readers(engine, folder, n, requests=100, rounds=3):
     """-> median latency in ms of requests one after another: without, with the slow readers, who
     have streams of 2,000 tokens; the others ask the same engine for one token each."""
-    cfg = config(max_requests=n + 8)
-    start(cfg, engine, folder)
+    port = start(engine, folder, max_requests=n + 8).cfg.port
     alone, beside, ratios = [], [], []
     for _ in range(rounds):
-        a = [ask(cfg.port, i, max_tokens=1) for i in range(requests)]
-        with slow_readers(cfg.port, n):
+        a = [ask(port, i, max_tokens=1) for i in range(requests)]
+        with slow_readers(port, n):
             time.sleep(1)
-            b = [ask(cfg.port, i, max_tokens=1) for i in range(2 * requests)]
-        a += [ask(cfg.port, i, max_tokens=1) for i in range(requests)]
+            b = [ask(port, i, max_tokens=1) for i in range(2 * requests)]
+        a += [ask(port, i, max_tokens=1) for i in range(requests)]
         alone.append(1000 * statistics.median(a))
         beside.append(1000 * statistics.median(b))
         ratios.append(beside[-1] / alone[-1])

@@ -30,14 +30,13 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import torch
+from bench_canary import Line
 
 import main
-import proxy
 import trainer as trainer_module
-from judge import SampleQueue
 from sync import (
     BASE,
     Child,
@@ -120,19 +119,6 @@ class Engine:
     def stop(self):
         if self.child:
             self.child.stop()
-
-
-class Line:
-    """Main's side of the queue, as far as a sync needs it."""
-
-    def __init__(self):
-        self.policy = proxy.Policy(BASE)
-
-    def publish(self, version, name):
-        SampleQueue.publish(self, version, name)
-
-    def status(self):
-        return {"version": self.policy.version, "name": self.policy.name, "open": {}}
 
 
 def make_service(cfg, tokenizer=None):

@@ -259,19 +259,28 @@ def test_dead_engine_is_reported_with_its_last_words(tmp_path):
 # ---------------------------------------------------------------- the engine itself, and the sync
 
 
+@contextlib.contextmanager
+def a_float32_engine(folder, *flags):
+    """A float32 vLLM, and a float32 trainer beside it."""
+    cfg = main.parse(["--engine-dtype", "float32", "--max-model-len", "1024", "--run-dir",
+                      str(folder), "--max-requests", "16", *flags])
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    child = Child("policy engine", engine_command(cfg, cfg.model, port, bool(cfg.lora_rank)),
+                  folder / "log", env=engine_env(cfg), cores=cfg.engine_cores)
+    try:
+        wait_ready(child, url, 240, lambda *_: None)
+        cfg.engine_url = url
+        yield SimpleNamespace(cfg=cfg, url=url, child=child, trainer=trainer_module.Trainer(cfg))
+    finally:
+        child.stop()
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    """A float32 vLLM with two LoRA slots, and a float32 trainer beside it."""
+    """With two LoRA slots."""
     folder = tmp_path_factory.mktemp("engine")
-    cfg = main.parse(["--engine-dtype", "float32", "--lora-slots", "2", "--max-model-len", "1024",
-                      "--run-dir", str(folder), "--max-requests", "16", "--lr", "1e-3"])
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    child = Child("policy engine", engine_command(cfg, cfg.model, port, True), folder / "log",
-                  env=engine_env(cfg), cores=cfg.engine_cores)
-    wait_ready(child, url, 240, lambda *_: None)
-    cfg.engine_url = url
-    yield SimpleNamespace(cfg=cfg, url=url, child=child, trainer=trainer_module.Trainer(cfg))
-    child.stop()
+    with a_float32_engine(folder, "--lora-slots", "2", "--lr", "1e-3") as engine:
+        yield engine
 
 
 class Line:
@@ -575,17 +584,9 @@ def running(engine):
 
 @pytest.fixture(scope="module")
 def full_engine(tmp_path_factory):
-    """A float32 vLLM whose own weights are swapped, and the trainer of them."""
-    folder = tmp_path_factory.mktemp("full")
-    cfg = main.parse(["--lora-rank", "0", "--engine-dtype", "float32", "--max-model-len", "1024",
-                      "--run-dir", str(folder), "--max-requests", "16"])
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    child = Child("policy engine", engine_command(cfg, cfg.model, port, False), folder / "log",
-                  env=engine_env(cfg), cores=cfg.engine_cores)
-    wait_ready(child, url, 240, lambda *_: None)
-    cfg.engine_url = url
-    yield SimpleNamespace(cfg=cfg, url=url, child=child, trainer=trainer_module.Trainer(cfg))
-    child.stop()
+    """Whose own weights are swapped."""
+    with a_float32_engine(tmp_path_factory.mktemp("full"), "--lora-rank", "0") as engine:
+        yield engine
 
 
 def test_ten_full_swaps_under_load(full_engine, load):
