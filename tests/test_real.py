@@ -3,6 +3,7 @@ everything that crosses a wire is tested here once."""
 
 import contextlib
 import json
+import math
 import signal
 import socket
 import subprocess
@@ -435,7 +436,7 @@ def test_top_k_of_the_engine_is_that_of_the_trainer(engine):
     """Exactly K ids at each place, the trainer's own, with its log-probs (to 0.001); also where the
     engine sends K + 1 because the reply's own token is not among them."""
     service = a_sync(engine)[1]
-    own = proxy.engine_scores(service.http, engine.url, BASE, service.prompts[0],
+    own = proxy.engine_scores(service.http, proxy.Endpoint(engine.url, BASE), service.prompts[0],
                               service.replies[0], 3)
     with engine.trainer.base() as model:
         logp, ids = engine.trainer.each(service.prompts[:1], service.replies[:1], model, 1.0,
@@ -451,18 +452,22 @@ def test_top_k_of_the_engine_is_that_of_the_trainer(engine):
 
 
 class Load:
-    """Eight users at a proxy in front of the real engine, half of them streaming, until `stop`."""
+    """Users at a proxy in front of the real engine until `stop`: eight without a pause, half of
+    them streaming, and one who asks whenever a weight update is under way."""
 
-    def __init__(self, server):
+    def __init__(self, server, version):
         self.server, self.outcomes, self.over = server, [], threading.Event()
-        self.published, publish = [(0.0, 0)], server.policy.publish
+        self.published, publish = [(0.0, 0.0, version)], server.policy.publish
+        server.policy.version = version  # KEEP: before the first user
 
         def note(version, name):
+            before = time.time()
             publish(version, name)
-            self.published.append((time.time(), version))
+            self.published.append((before, time.time(), version))
 
         server.policy.publish = note
         self.threads = [threading.Thread(target=self.talk, args=(i,)) for i in range(8)]
+        self.threads.append(threading.Thread(target=self.meet_updates))
         for thread in self.threads:
             thread.start()
 
@@ -470,12 +475,20 @@ class Load:
         for n in range(10_000):
             if self.over.is_set():
                 return
-            said = [{"role": "user", "content": f"What do you know about the number {i * n + n}?"}]
-            status, headers, answer = self.server.post(
-                {"messages": said, "max_tokens": 8, "stream": i % 2 == 0})
-            whole = (answer.endswith("data: [DONE]\n\n") if isinstance(answer, str) else
-                     status != 200 or answer["choices"][0]["finish_reason"] in ("stop", "length"))
-            self.outcomes.append((status, headers.get("Retry-After"), whole))
+            self.ask(i * n + n, stream=i % 2 == 0)
+
+    def meet_updates(self):
+        while not self.over.wait(0.005):
+            if self.server.policy.swapping:
+                self.ask(-1, stream=False)
+
+    def ask(self, number, stream):
+        said = [{"role": "user", "content": f"What do you know about the number {number}?"}]
+        status, headers, answer = self.server.post(
+            {"messages": said, "max_tokens": 8, "stream": stream})
+        whole = (answer.endswith("data: [DONE]\n\n") if isinstance(answer, str) else
+                 status != 200 or answer["choices"][0]["finish_reason"] in ("stop", "length"))
+        self.outcomes.append((status, headers.get("Retry-After"), whole))
 
     def stop(self):
         self.over.set()
@@ -483,24 +496,27 @@ class Load:
             thread.join(60)
 
     def live(self, when):
-        return [version for at, version in self.published if at <= when][-1]
+        """The version that was live then; two while one was being published."""
+        ends = [after for _, after, _ in self.published[1:]] + [math.inf]
+        return {version for (before, _, version), end in zip(self.published, ends, strict=True)
+                if before <= when <= end}
 
     def check_spans(self, full):
         """Every turn carries the version that was live when it was forwarded and when it ended."""
         turns = self.server.turns()
         for turn in turns:
-            assert turn.version_start in {self.live(turn.created), self.live(turn.first_token)}
-            ends = {self.live(turn.finished - 0.1), self.live(turn.finished)}
+            assert turn.version_start in self.live(turn.created) | self.live(turn.first_token)
+            ends = self.live(turn.finished - 0.1) | self.live(turn.finished)
             assert turn.version_end in (ends if full else {turn.version_start})
         return sum(t.version_end > t.version_start for t in turns)
 
 
 @pytest.fixture
 def load(tmp_path):
-    """load(engine, **config) -> a Load on a proxy of its own, and the sync's side of the queue."""
+    """load(engine, version, **config) -> a Load on a proxy of its own, and the sync's side of the queue."""
     made = []
 
-    def make(engine, **changes):
+    def make(engine, version=0, **changes):
         folder = tmp_path / str(len(made))
         folder.mkdir()
         server = Proxy(config(lora_rank=engine.cfg.lora_rank, max_requests=16, **changes), engine,
@@ -508,7 +524,7 @@ def load(tmp_path):
         line = Line()
         line.policy = server.policy
         line.policy.pausing = not engine.cfg.lora_rank
-        made.append(Load(server))
+        made.append(Load(server, version))
         return made[-1], line
 
     yield make
@@ -600,9 +616,7 @@ def test_ten_full_swaps_under_load(full_engine, load):
     assert len(users.outcomes) >= 100 and users.check_spans(full=True) > 0
     assert users.server.policy.held > 0 and users.server.idle()
 
-    users, line = load(full_engine, pause="reject")
-    line.policy.version = full_engine.trainer.step
-    users.published[0] = (0.0, full_engine.trainer.step)
+    users, line = load(full_engine, full_engine.trainer.step, pause="reject")
     service.queue = service.sync.queue = line
     swap(full_engine, service, users, 3)
     users.stop()
