@@ -34,6 +34,7 @@ from proxy import (
     judged_numbers,
     render,
     strip_wrappers,
+    teacher_engine,
     visible,
 )
 
@@ -298,7 +299,7 @@ def prepare_hint(turn, cfg, http, engine):
     if len(prompt) + len(turn.response_ids) > min(cfg.max_model_len - 1, cfg.max_train_len):
         turn.hint_skip = "too_long"  # never cut from the front: the question would go first
     elif cfg.teacher == "engine":
-        turn.teacher_logp, *best = engine_scores(http, cfg.teacher_url, cfg.teacher_model, prompt,
+        turn.teacher_logp, *best = engine_scores(http, teacher_engine(cfg), prompt,
                                                  turn.response_ids, int(cfg.topk or 0))
         turn.teacher_top = best if cfg.topk else None
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import statistics
@@ -23,10 +24,13 @@ from dataclasses import dataclass, field, fields
 from multiprocessing import managers
 from pathlib import Path
 
+import urllib3
+
 import proxy
 from judge import HINT_CHOICE, JUDGES, SCHEDULES, JudgeThreads, SampleQueue, decide
 from sync import (
     BASE,
+    ENGINE_FLAGS,
     HERE,
     Child,
     engine_command,
@@ -37,7 +41,7 @@ from sync import (
     wait_ready,
 )
 
-AUTO = "auto"
+AUTO, GIB = "auto", 1 << 30
 DEMO_MODEL = HERE / "models" / "SmolLM2-135M-Instruct"
 
 
@@ -112,6 +116,9 @@ class Config:
     judge_url: str = knob("", "judging", "an OpenAI-compatible URL ending in /v1 (key in env "
                           "JUDGE_KEY)")
     judge_model: str = knob("", "judging", "model name at that URL")
+    teacher_url: str = knob("", "judging", "a vLLM with the policy's vocabulary that scores "
+                            "replies under the hinted prompt (key in env TEACHER_KEY)")
+    teacher_model: str = knob("", "judging", "model name at that URL")
     judge_timeout: float = knob(60, "judging", "longest time for one vote, s")
     judge_max_tokens: int = knob(1024, "judging", "answer limit of the judge, tokens")
     judge_threads: int = knob(8, "judging", "turns judged at once")
@@ -151,6 +158,9 @@ class Config:
     max_train_len: int = knob(AUTO, "training", "longest turn to train (prompt + reply, tokens); "
                               "longer ones are dropped as too_long")
     gradient_checkpointing: bool = knob(AUTO, "training", "recompute activations to save memory")
+    cpu_offload: bool = knob(False, "training", "GPUs: weights, gradients and moments of the "
+                             "trainer wait in main memory (FSDP2)")
+    compile: bool = knob(False, "training", "torch.compile the model's layers: slow at first")
     schedule: str = knob("greedy", "training", "order of training: " + ", ".join(SCHEDULES))
     window: int = knob(64, "training", "places looked at by --schedule windowed")
     max_staleness: int = knob(4, "training", "oldest turn to train, in updates (-1: any age)")
@@ -160,6 +170,8 @@ class Config:
 
     gpus: str = knob(AUTO, "hardware", "GPUs for trainer, policy engine, judge engine, "
                      "such as 4,2,2")
+    policy_url: str = knob("", "hardware", "a vLLM that you started for the policy (key in env "
+                           "POLICY_KEY); it must see --run-dir, and main says which flags it needs")
     lora_slots: int = knob(4, "hardware", "adapter versions that can be in use at once")
     gpu_share: float = knob(AUTO, "hardware", "part of a GPU's memory for an engine (auto: 0.4 "
                             "where the trainer shares it, else 0.85)")
@@ -180,6 +192,10 @@ PRESETS = {"cpu": CPU | dict(lora_rank=16, lr=2e-4), "cpu-full": CPU | dict(lora
 TOOL_PARSERS = {"qwen3": "hermes", "qwen2.5": "hermes", "hermes": "hermes",  # part of a name ->
                 "llama-3": "llama3_json", "mistral": "mistral"}
 REASONING_PARSERS = {"qwen3": "qwen3", "qwq": "deepseek_r1", "deepseek-r1": "deepseek_r1"}
+# What an engine must offer so that we can put weights into it.
+LORA_PATHS = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+SWAP_PATHS = {"/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/weight_checker"}
+SAMPLE = "Vocabulary: naïve café, Москва, 東京へ行く, 你好, 한국어, 3.14159, x[i] += 1;\n\t🙂"
 LAYOUTS = {0: (0, 0, 0), 1: (0, 1, 0), 2: (1, 1, 0), 4: (2, 1, 1), 8: (4, 2, 2)}  # 0: shared
 SECRET = ("api_key", "judge_key")  # set beside the knobs, never written anywhere
 
@@ -220,8 +236,9 @@ def recorded_config(run_dir):
         raise Problem(f"--resume {run_dir}: no config.json there")
     old = json.loads(path.read_text())
     old |= {"run_dir": str(Path(run_dir).resolve()), "resume": run_dir}
-    if old.get("judge_is_ours"):  # the address of an engine that is gone
-        old |= {"judge_url": "", "judge_model": ""}
+    for role in ("judge", "teacher"):
+        if old.get(f"{role}_is_ours", role == "teacher"):  # the address of an engine that is gone
+            old |= {f"{role}_url": "", f"{role}_model": ""}
     return {f.name: old[f.name] for f in fields(Config) if f.name in old}
 
 
@@ -246,7 +263,9 @@ def fill(cfg):
     for key, value in PRESETS[preset].items():
         if getattr(cfg, key) == AUTO:
             setattr(cfg, key, value)
-    cfg.preset, cfg.layout = preset, layout_for(cfg.gpus, gpus)
+    cfg.policy_url = cfg.policy_url.rstrip("/").removesuffix("/v1")
+    cfg.teacher_url = cfg.teacher_url.rstrip("/").removesuffix("/v1")
+    cfg.preset, cfg.layout = preset, layout_for(cfg, gpus)
     name = Path(cfg.model).name.lower()
     cfg.tool_parser = parser_for(cfg.tool_parser, TOOL_PARSERS, name)
     thinks = {} if "instruct" in name else REASONING_PARSERS
@@ -256,7 +275,8 @@ def fill(cfg):
         cfg.gpu_share = 0.4 if set(cfg.layout["trainer"]) & set(cfg.layout["policy"]) else 0.85
     if cfg.teacher == AUTO:
         own = cfg.layout["judge"] and not cfg.judge_url
-        cfg.teacher = "engine" if not cfg.lora_rank and own else "trainer"
+        own = cfg.teacher_url or own and not cfg.lora_rank
+        cfg.teacher = "engine" if own else "trainer"
     split_cores(cfg)
     default = HERE / f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.mode}"
     cfg.run_dir = str(Path(cfg.run_dir or default).resolve())  # the trainer runs elsewhere
@@ -322,34 +342,160 @@ def read_key(path):
     return key
 
 
+def nvidia_smi(*flags):
+    """Lines of nvidia-smi; none without it."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    return subprocess.run(["nvidia-smi", *flags], capture_output=True, text=True,
+                          timeout=60).stdout.splitlines()
+
+
 def visible_gpus():
     """Ids of the GPUs that we may use."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [g for g in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if g and g != "-1"]
-    if not shutil.which("nvidia-smi"):
-        return []
-    out = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
-    return [str(i) for i, line in enumerate(out.splitlines()) if line.startswith("GPU ")]
+    return [str(i) for i in range(sum(x.startswith("GPU ") for x in nvidia_smi("-L")))]
 
 
-def layout_for(wish, gpus):
-    """-> {'trainer' | 'policy' | 'judge': device ids}; an empty list shares the policy's."""
-    n = len(gpus)
+def gpu_memory(gpus):
+    """GiB of the smallest of these GPUs, or None where nvidia-smi does not say."""
+    rows = [line.split(", ") for line in nvidia_smi("--query-gpu=index,uuid,memory.total",
+                                                    "--format=csv,noheader,nounits")]
+    sizes = [int(mib) / 1024 for index, uuid, mib in rows
+             if any(g == index or uuid.startswith(g) for g in gpus)]
+    return min(sizes, default=None)
+
+
+def layout_for(cfg, gpus):
+    """-> {'trainer' | 'policy' | 'judge': device ids}; an empty list shares the policy's, or is
+    elsewhere (--policy-url, --judge-url)."""
+    n, wish = len(gpus), cfg.gpus
+    judge_here = cfg.judge == "llm" and not cfg.judge_url
     if wish == AUTO:
-        sizes = LAYOUTS[max(k for k in LAYOUTS if k <= n)]
+        trainer, policy, judge = LAYOUTS[max(k for k in LAYOUTS if k <= n)]
+        if cfg.policy_url:
+            trainer, policy = trainer + policy, 0
+        if not judge_here and (cfg.teacher != "engine" or cfg.teacher_url):
+            trainer, judge = trainer + judge, 0
     else:
         try:
-            sizes = tuple(int(x) for x in wish.split(","))
+            trainer, policy, judge = sizes = tuple(int(x) for x in wish.split(","))
         except ValueError:
-            sizes = ()
-        if len(sizes) != 3 or min(sizes) < 0 or sum(sizes) > n or not sizes[1]:
+            sizes = (-1,)
+        if min(sizes) < 0 or sum(sizes) > n or bool(sizes[1]) == bool(cfg.policy_url):
             raise Problem(f"--gpus {wish}: three numbers (trainer, policy, judge) with a sum of at "
-                          f"most {n}, the GPUs visible here, and at least one for the policy")
-    trainer, policy, judge = sizes
+                          f"most {n}, the GPUs visible here, and "
+                          + ("none for the policy, which is at --policy-url" if cfg.policy_url else
+                             "at least one for the policy"))
+        if cfg.policy_url and not trainer:
+            raise Problem(f"--gpus {wish}: with --policy-url the trainer needs GPUs of its own")
     ids = iter(gpus)
     out = {"policy": [next(ids) for _ in range(policy)], "judge": [next(ids) for _ in range(judge)]}
     out["trainer"] = [next(ids) for _ in range(trainer)] or out["policy"][:1]
     return out
+
+
+# Memory, in GiB on each GPU of a role. An estimate from the sizes in a model's config.json, made to
+# refuse what cannot work before minutes of loading; bench/memory_table.py prints it for the README.
+
+
+@dataclass
+class Shape:
+    """Sizes of a decoder; attention heads of `width` numbers, `kv` of them with keys and values."""
+
+    params: int
+    layers: int
+    hidden: int
+    inner: int
+    vocab: int
+    heads: int
+    kv: int
+    width: int
+    adapter: int  # parameters of an adapter of rank 1 on all seven products of a layer
+
+
+def shape_of(config):
+    """A model's config as a dict -> Shape. Mixtures of experts count all their experts."""
+    h, layers, vocab = (config[k] for k in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    heads = config["num_attention_heads"]
+    kv = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or h // heads
+    experts = config.get("num_experts") or config.get("num_local_experts") or 1
+    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+    q, k = heads * width, kv * width
+    layer = 2 * h * q + 2 * h * k + 3 * h * inner * experts + 2 * h
+    tables = 1 if config.get("tie_word_embeddings") else 2
+    adapter = layers * (2 * (h + q) + 2 * (h + k) + 3 * (h + inner) * experts)
+    return Shape(tables * vocab * h + layers * layer + h, layers, h, inner, vocab, heads, kv, width,
+                 adapter)
+
+
+def engine_memory(cfg, s, gpus, rank):
+    """What a vLLM needs on each of its GPUs to serve one request of the whole window."""
+    b = 4 if cfg.engine_dtype == "float32" else 2  # bytes per number
+    kv = b * 2 * s.layers * -(-s.kv // gpus) * s.width * cfg.max_model_len
+    return {"weights": b * s.params / gpus / GIB,
+            f"keys and values of {cfg.max_model_len:,} tokens": kv / GIB,
+            "adapters": b * s.adapter * rank * cfg.lora_slots / gpus / GIB,
+            "working memory": 2.0}
+
+
+def trainer_memory(cfg, s, gpus):
+    """What a training step needs on each of its GPUs. The trainer-side teacher's pass needs less
+    than the step itself and comes before it; with full weights its frozen copy is whole on each."""
+    b = 4 if cfg.engine_dtype == "float32" else 2
+    n = max(cfg.token_budget, cfg.max_train_len)  # tokens in the largest micro-batch
+    inside = b * (16 * s.hidden + 6 * s.inner)  # what a layer keeps per token for its gradient
+    kept = (s.layers * b * s.hidden + inside if cfg.gradient_checkpointing else s.layers * inside)
+    if cfg.lora_rank:
+        weights = {"base": b * s.params / gpus, "adapter, gradients, moments":
+                   16 * s.adapter * cfg.lora_rank / gpus}
+    else:
+        weights = {"weights, gradients, moments": 0 if cfg.cpu_offload else 16 * s.params / gpus,
+                   "teacher's copy": b * s.params if cfg.teacher == "trainer" else 0,
+                   "products' copies": b * s.params / (1 if gpus == 1 else s.layers)}
+    return {k: v / GIB for k, v in weights.items()} | {
+        f"activations of {n:,} tokens": n * kept / GIB, "logits": 3 * 4 * 2048 * s.vocab / GIB,
+        "working memory": 1.0}
+
+
+def layout_rows(cfg, s, memory):
+    """-> (role, device ids, what it needs on each: dict, GiB there for it or None) per role.
+    memory(ids) -> GiB of the smallest; s: Shape."""
+    at, rows = cfg.layout, []
+    if not at["trainer"]:
+        return rows
+    for role in ("policy", "judge"):
+        if at[role]:
+            need = engine_memory(cfg, s, len(at[role]), cfg.lora_rank * (role == "policy"))
+            size = memory(at[role])
+            rows.append((role, at[role], need, size and size * cfg.gpu_share))
+    size, shared = memory(at["trainer"]), set(at["trainer"]) & set(at["policy"])
+    room = size and size * (1 - cfg.gpu_share if shared else 1)
+    return [*rows, ("trainer", at["trainer"], trainer_memory(cfg, s, len(at["trainer"])), room)]
+
+
+def check_layout(cfg, s, memory):
+    """Print who gets which GPUs and how full they get; refuse what cannot fit, with the sum."""
+    for role, ids, need, room in layout_rows(cfg, s, memory):
+        n, total = len(ids), sum(need.values())
+        how = ("" if n == 1 else f", FSDP2 over {n}" if role == "trainer" else
+               f", tensor parallel {n}")
+        said = f"of {room:.1f} GiB" if room else "GiB"
+        say(f"  {role:8} GPU {','.join(ids)}{how}: needs about {total:.1f} {said} on each")
+        if role != "trainer" and (s.heads % n or s.kv % n and n % s.kv):
+            raise Problem(f"the {role} engine cannot be split over {n} GPUs: the model has "
+                          f"{s.heads} attention heads and {s.kv} heads of keys and values; --gpus")
+        if room and total > room:
+            sums = " + ".join(f"{v:.1f} {k}" for k, v in need.items() if v >= 0.05)
+            raise Problem(
+                f"the {role} does not fit: {sums} = {total:.1f} GiB on each of its {n} GPUs, and "
+                f"there are {room:.1f}. More GPUs for it (--gpus), another --gpu-share, a smaller "
+                + ("--max-train-len and --token-budget, --lora-rank 16" if role == "trainer" else
+                   "--max-model-len") + " or a smaller model would help")
+    unused = len(visible_gpus()) - len({g for ids in cfg.layout.values() for g in ids})
+    if unused:
+        say(f"  {unused} GPUs are not used: say how with --gpus")
 
 
 def validate(cfg):
@@ -375,6 +521,7 @@ def validate(cfg):
          or cfg.max_staleness < 0,
          f"--sync-every {cfg.sync_every} must be at most --max-staleness {cfg.max_staleness} + 1: "
          "every turn would be too old before the next sync"),
+        (not cfg.cpu_offload or cfg.device != "cpu", "--cpu-offload is for GPUs"),
         (cfg.lora_slots >= 2, "--lora-slots must be at least 2: one in use, one for the next"),
         (cfg.updates_per_batch > 0, "--updates-per-batch must be at least 1"),
         (not cfg.kl_coef or cfg.lora_rank or cfg.teacher == "trainer",
@@ -392,11 +539,18 @@ def validate(cfg):
          "--judge llm with full weights needs GPUs of its own (--gpus) or --judge-url: the policy "
          "engine's base model is being trained"),
         (not cfg.judge_url or cfg.judge_model, "--judge-url needs --judge-model"),
+        (not cfg.teacher_url or cfg.teacher_model, "--teacher-url needs --teacher-model"),
+        (not cfg.teacher_url or cfg.teacher == "engine",
+         "--teacher-url and --teacher trainer are two different teachers"),
+        (all(x.startswith(("http://", "https://")) for x in (
+            cfg.policy_url, cfg.judge_url, cfg.teacher_url, cfg.user_url) if x),
+         "--policy-url, --judge-url, --teacher-url and --user-url start with http:// or https://"),
         (cfg.teacher != "engine" or cfg.temperature == 1,
          f"--teacher engine needs --temperature 1, not "
          f"{cfg.temperature}: vLLM scores prompts at temperature 1 only"),
-        (cfg.teacher != "engine" or cfg.layout["judge"] or cfg.lora_rank,
-         "--teacher engine with full weights needs a judge engine of its own (--gpus)"),
+        (cfg.teacher != "engine" or cfg.layout["judge"] or cfg.lora_rank or cfg.teacher_url,
+         "--teacher engine with full weights needs a judge engine of its own (--gpus) or "
+         "--teacher-url"),
         (cfg.lora_rank in (0, 1, 8, 16, 32, 64, 128, 256, 320, 512),
          f"--lora-rank {cfg.lora_rank}: vLLM takes 0 (full weights), 1, 8, 16, 32, 64, 128, 256, "
          "320, 512"),
@@ -419,11 +573,23 @@ def check_model(cfg):
     elif path.is_absolute() or cfg.model.startswith(".") or path.is_dir():
         raise Problem(f"--model {cfg.model}: no config.json there (the demo model comes with "
                       "`make setup`; or name a model on the Hugging Face hub)")
-    window = json.loads((path / "config.json").read_text()).get("max_position_embeddings") \
-        if path.is_dir() else None
+    window = model_config(cfg.model).get("max_position_embeddings") if path.is_dir() else None
     if window and cfg.max_model_len > window:
         raise Problem(f"--max-model-len {cfg.max_model_len} is above the model's window of "
                       f"{window}")
+
+
+def model_config(name):
+    """The config of a model, a folder's or the hub's."""
+    if Path(name).is_dir():
+        return json.loads((Path(name) / "config.json").read_text())
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name).to_dict()
+    except (OSError, ValueError) as error:
+        raise Problem(f"--model {name} is no folder, and the Hugging Face hub does not give it: "
+                      f"{str(error).splitlines()[0]}") from None
 
 
 def persona_flags(cfg):
@@ -543,8 +709,9 @@ def start_engine(system, name, gpus, lora):
     """Start a vLLM engine and wait for it, saying what we wait for -> its URL."""
     cfg, port = system.cfg, free_port()
     url = f"http://127.0.0.1:{port}"
-    child = system.child(name, engine_command(cfg, cfg.model, port, lora, len(gpus) or 1),
-                         env=engine_env(cfg, ",".join(gpus)), cores=cfg.engine_cores)
+    command = engine_command(cfg, cfg.model, port, lora, len(gpus) or 1)
+    command += ENGINE_FLAGS if name == "policy engine" else []
+    child = system.child(name, command, env=engine_env(cfg, ",".join(gpus)), cores=cfg.engine_cores)
     shown = [-10]
 
     def tick(waited, last):
@@ -562,12 +729,63 @@ def start_judge_engine(system, policy_url):
     engine's base model."""
     cfg = system.cfg
     ours = cfg.judge == "llm" and not cfg.judge_url
-    own = cfg.layout["judge"] and (ours or cfg.teacher == "engine")
+    own = cfg.layout["judge"] and (ours or cfg.teacher == "engine" and not cfg.teacher_url)
     url = (start_engine(system, "judge engine", cfg.layout["judge"], lora=False) if own
            else policy_url)
-    cfg.teacher_url, cfg.teacher_model, cfg.judge_is_ours = url, BASE, ours
+    cfg.judge_is_ours, cfg.teacher_is_ours = ours, not cfg.teacher_url
     if ours:
         cfg.judge_url, cfg.judge_model = f"{url}/v1", BASE
+        cfg.judge_key = "" if own else os.environ.get("POLICY_KEY", "")
+    if cfg.teacher_is_ours:
+        cfg.teacher_url, cfg.teacher_model = url, BASE
+    elif cfg.teacher == "engine":
+        check_teacher(cfg)
+
+
+def asked(method, url, key, body=None):
+    """One question to an engine that we did not start, at start-up."""
+    http = urllib3.PoolManager(retries=False, timeout=20.0, headers=proxy.bearer(key))
+    try:
+        response = http.request(method, url, json=body)
+        if response.status == 200:
+            return json.loads(response.data)
+    except (urllib3.exceptions.HTTPError, ValueError) as error:
+        raise Problem(f"{url} does not answer: {error}") from None
+    raise Problem(f"{url} answers {response.status}: {response.data[:200]!r}")
+
+
+def check_policy(cfg):
+    """--policy-url: a vLLM that we could have started ourselves, with the same flags."""
+    url, key = cfg.policy_url, os.environ.get("POLICY_KEY")
+    models = {m["id"]: m for m in asked("GET", f"{url}/v1/models", key)["data"]}
+    window = models.get(BASE, {}).get("max_model_len")
+    needed = {"/tokenize", *(LORA_PATHS if cfg.lora_rank else SWAP_PATHS)}
+    lacking = needed - asked("GET", f"{url}/openapi.json", key)["paths"].keys()
+    if window != cfg.max_model_len or lacking:
+        command = engine_command(cfg, cfg.model, 8000, bool(cfg.lora_rank))
+        command += ENGINE_FLAGS
+        env = [f"{k}={v}" for k, v in engine_env(cfg).items() if k.startswith("VLLM")]
+        raise Problem(f"--policy-url {url} serves {', '.join(models)} (window of '{BASE}': "
+                      f"{window}) and lacks {', '.join(sorted(lacking)) or 'no route'}; needed is "
+                      f"'{BASE}' with a window of {cfg.max_model_len}. On its machine, where no "
+                      f"stranger may reach its port:\n  {shlex.join(env + command)}")
+    return url
+
+
+def check_teacher(cfg):
+    """--teacher-url: log-probs of ids mean something only under the same vocabulary."""
+    ours, theirs = proxy.policy_engine(cfg, BASE), proxy.teacher_engine(cfg)
+
+    def both(path, **body):
+        return [asked("POST", e.url + path, e.key, {"model": e.model, **body})
+                for e in (ours, theirs)]
+
+    a, b = both("/tokenize", prompt=SAMPLE, add_special_tokens=False)
+    ids = [*a["tokens"], *range(0, max(a["tokens"]), 7)]
+    texts = {x["prompt"] for x in both("/detokenize", tokens=ids)}
+    if a["tokens"] != b["tokens"] or len(texts) > 1:
+        raise Problem(f"--teacher-url {cfg.teacher_url}: {cfg.teacher_model} has another "
+                      "vocabulary than the policy")
 
 
 def write_config(cfg):
@@ -595,8 +813,10 @@ def start(system):
     (system.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     chosen = {k: getattr(cfg, k) for k in PRESETS[cfg.preset]} | {"teacher": cfg.teacher}
     say(f"run {cfg.run_dir} on {cfg.preset}: " + " ".join(f"{k}={v}" for k, v in chosen.items()))
-    cfg.engine_url = start_engine(system, "policy engine", cfg.layout["policy"],
-                                  bool(cfg.lora_rank))
+    if cfg.device != "cpu":
+        check_layout(cfg, shape_of(model_config(cfg.model)), gpu_memory)
+    cfg.engine_url = check_policy(cfg) if cfg.policy_url else start_engine(
+        system, "policy engine", cfg.layout["policy"], bool(cfg.lora_rank))
     start_judge_engine(system, cfg.engine_url)
     write_config(cfg)
     system.phase("start_engine")
@@ -606,7 +826,7 @@ def start(system):
     policy.pausing = not cfg.lora_rank
     system.line = SampleQueue(cfg, log, policy)
     system.sessions = proxy.Sessions(log, cfg.session_timeout)
-    system.judges = JudgeThreads(cfg, system.line, log, (cfg.engine_url, BASE), say)
+    system.judges = JudgeThreads(cfg, system.line, log, proxy.policy_engine(cfg, BASE), say)
     if cfg.resume:
         take_up(system, turns)
     start_proxy(system)
@@ -683,9 +903,9 @@ def start_trainer(system):
     env |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "KMP_BLOCKTIME": "0",
             "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "trainer.py", system.run_dir.resolve()]
-    if len(gpus) > 1:
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu",
-                   "--num_processes", len(gpus), *command[1:]]
+    if len(gpus) > 1 or cfg.cpu_offload:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                   "--nproc_per_node", len(gpus), *command[1:]]
     say("waiting for the trainer: it loads the model and checks version 0 against the engine")
     system.trainer = system.child("trainer", command, env=env, screen=True, cores=cfg.trainer_cores)
     limit = time.monotonic() + 900

@@ -31,6 +31,7 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 
 from flask import Flask, Response, jsonify, request
@@ -480,8 +481,13 @@ class Connections:
     """Idle keep-alive connections to the engine. Only fresh ones are used again: vLLM closes them
     after 5 s of silence. (urllib3's pool does not let go of a request before its first byte.)"""
 
-    def __init__(self, url, timeout):
-        self.netloc, self.timeout = urlsplit(url).netloc, timeout
+    def __init__(self, url, timeout, key=None):
+        at = urlsplit(url)
+        self.kind = http.client.HTTPSConnection if at.scheme == "https" else \
+            http.client.HTTPConnection
+        self.netloc, self.timeout = at.netloc, timeout
+        self.path = f"{at.path}/v1/chat/completions"
+        self.headers = {"Content-Type": "application/json"} | bearer(key)
         self.idle, self.lock = [], threading.Lock()
 
     def take(self):
@@ -491,7 +497,7 @@ class Connections:
                 if time.monotonic() - since < 3:
                     return connection
                 connection.close()
-        connection = http.client.HTTPConnection(self.netloc, timeout=self.timeout)
+        connection = self.kind(self.netloc, timeout=self.timeout)
         connection.connect()
         return connection
 
@@ -521,8 +527,7 @@ class Upstream:
             self.sock = connection.sock
             if self.cancelled:
                 return
-            connection.request("POST", "/v1/chat/completions", body,
-                               {"Content-Type": "application/json"})
+            connection.request("POST", pool.path, body, pool.headers)
             response = connection.getresponse()
             if response.status != 200:
                 raise EngineError(*readable(response.status, response.read()))
@@ -589,27 +594,49 @@ def readable(status, raw):
 # -------------------------------------------------- the engine's other questions, asked by siblings
 
 
-def ask_engine(http, url, body):
-    response = http.request("POST", url, json=body)
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+class Endpoint(NamedTuple):
+    """An engine and one of its models; `url` is without /v1."""
+
+    url: str
+    model: str
+    key: str | None = None
+
+
+def policy_engine(cfg, model):
+    return Endpoint(cfg.engine_url, model, os.environ.get("POLICY_KEY"))
+
+
+def teacher_engine(cfg):
+    key = "POLICY_KEY" if cfg.teacher_url == cfg.engine_url else "TEACHER_KEY"
+    return Endpoint(cfg.teacher_url, cfg.teacher_model, os.environ.get(key))
+
+
+def ask_engine(http, engine, path, body):
+    response = http.request("POST", engine.url + path, json=body, headers=bearer(engine.key))
     if response.status != 200:
         raise EngineError(*readable(response.status, response.data))
     return json.loads(response.data)
 
 
 def render(http, engine, turn, messages):
-    """The prompt ids (P,) that the engine makes of these messages. engine: (url, model name)."""
-    body = {"model": engine[1], "messages": messages, "add_generation_prompt": True}
+    """The prompt ids (P,) that an engine makes of these messages."""
+    body = {"model": engine.model, "messages": messages, "add_generation_prompt": True}
     body |= {k: getattr(turn, k) for k in ("tools", "chat_template_kwargs") if getattr(turn, k)}
-    return ask_engine(http, f"{engine[0]}/tokenize", body)["tokens"]
+    return ask_engine(http, engine, "/tokenize", body)["tokens"]
 
 
-def engine_scores(http, url, model, prompt_ids, response_ids, k):
+def engine_scores(http, engine, prompt_ids, response_ids, k):
     """How an engine's model likes a response -> log-probs (R,), and of the k likeliest tokens at
     each place log-probs (R, k) and ids (R, k). At temperature 1 always: vLLM scores prompts at
     temperature 1 whatever is asked."""
     ids = [*prompt_ids, *response_ids]
-    body = {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": k, "priority": 1}
-    entries = ask_engine(http, f"{url}/v1/completions", body)["choices"][0]["prompt_logprobs"]
+    body = {"model": engine.model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": k,
+            "priority": 1}
+    entries = ask_engine(http, engine, "/v1/completions", body)["choices"][0]["prompt_logprobs"]
     logp, top_logp, top_ids = [], [], []
     for entry, i in zip(entries[len(prompt_ids) :], response_ids, strict=True):
         logp.append(entry[str(i)]["logprob"])
@@ -621,9 +648,9 @@ def engine_scores(http, url, model, prompt_ids, response_ids, k):
     return logp, top_logp, top_ids
 
 
-def engine_logp(http, url, model, prompt_ids, response_ids):
+def engine_logp(http, engine, prompt_ids, response_ids):
     """Log-probs (R,) of the response under an engine's model, at temperature 1."""
-    return engine_scores(http, url, model, prompt_ids, response_ids, 0)[0]
+    return engine_scores(http, engine, prompt_ids, response_ids, 0)[0]
 
 
 class Reply:
@@ -886,7 +913,7 @@ class Server:
     def __init__(self, cfg, engine_url, policy, sessions, log, hooks):
         self.cfg, self.policy = cfg, policy
         self.sessions, self.log, self.hooks = sessions, log, hooks
-        self.pool = Connections(engine_url, cfg.request_timeout)
+        self.pool = Connections(engine_url, cfg.request_timeout, os.environ.get("POLICY_KEY"))
         self.room = threading.BoundedSemaphore(cfg.max_requests)
         self.requests, self.counting = Counter(ok=0, failed=0, rejected=0), threading.Lock()
         self.told = set()  # sessions that were told once about their sampling

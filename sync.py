@@ -123,6 +123,10 @@ def free_port():
         return s.getsockname()[1]
 
 
+# More flags for the policy engine, from a file of --extra.
+ENGINE_FLAGS = []
+
+
 def engine_command(cfg, model, port, lora, devices=1):
     """The vLLM command line. It listens on loopback only: its dev endpoints can do anything."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
@@ -241,8 +245,10 @@ class Sync:
 
     def __init__(self, cfg, url, queue, score):
         self.cfg, self.url, self.queue, self.score = cfg, url, queue, score
+        key = os.environ.get("POLICY_KEY")
         self.http = urllib3.PoolManager(retries=False,
-                                        timeout=urllib3.Timeout(connect=10, read=600))
+                                        timeout=urllib3.Timeout(connect=10, read=600),
+                                        headers={"Authorization": f"Bearer {key}"} if key else {})
         self.live = {}  # adapter name -> its folder, loaded in the engine
         self.folders = []  # every version's folder, oldest first; the newest two stay on disk
         self.suspicions, self.checksums = 0, None
@@ -255,9 +261,15 @@ class Sync:
             raise SyncError(f"engine: {path} answered {response.status}: {response.data[:300]!r}")
         return json.loads(response.data) if response.data[:1] in (b"{", b"[") else {}
 
+    def listed(self):
+        return [m["id"] for m in self.call("GET", "/v1/models")["data"]]
+
     def start(self, t_0):
         """Version 0, before the first user: engine and trainer must agree on the untouched model.
         Catches a wrong dtype, rope or tokeniser. Returns the base gap."""
+        for name in self.listed():  # of a run that ended: an engine at --policy-url outlives it
+            if name != BASE:
+                self.call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         self.t_0 = self.t_old = t_0
         self.e_0 = self.score(BASE)
         self.base_gap = mean_abs(self.e_0, t_0)
@@ -265,7 +277,8 @@ class Sync:
         if self.base_gap > limit:
             raise SyncError(f"engine and trainer disagree on the untouched model: "
                             f"logp_gap {self.base_gap:.4f} is above {limit}; same weights, dtype, "
-                            "tokenizer?")
+                            "tokenizer? (An engine at --policy-url whose full weights another run "
+                            "has swapped must be started again.)")
         return self.base_gap
 
     def verify(self, name, t_new):
@@ -307,7 +320,7 @@ class Sync:
         load_s = time.monotonic() - start
         self.live[name] = str(folder)
         self.folders.append(str(folder))
-        if name not in [m["id"] for m in self.call("GET", "/v1/models")["data"]]:
+        if name not in self.listed():
             raise SyncError(f"the engine does not list {name} after loading it")
         verdict, gap = self.verify(name, t_new)  # KEEP: before users get it
         self._go_live(version, name)
@@ -321,32 +334,29 @@ class Sync:
 
     # ---- full weights: swap in place
 
-    def push_full(self, version, save, run_dir, t_new):
-        """save(folder) writes model.safetensors and returns its size in bytes."""
+    def push_full(self, version, tensors, t_new):
+        """tensors: every parameter by its name, on the CPU, in the engine's dtype (rank 0's)."""
         start = time.monotonic()
-        folder = weights_folder(run_dir, version, self.weight_bytes)
-        size = save(folder)
-        self.checksums = self.checksums or self.checksum()
-        self.queue.publish(version, None)
-        paused = time.monotonic()
-        self.call("POST", "/pause?mode=keep")
-        try:
-            self.call("POST", "/collective_rpc",
-                      {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-            if self.cfg.device == "cpu":
-                self.call("POST", "/collective_rpc", {"method": "repack_tied_head"})
-            if not self.call("POST", "/reset_prefix_cache").get("success", True):
-                raise SyncError("the engine kept its old prefix cache")
-            self.queue.publish(version, BASE)  # KEEP: before resume, what starts now is new
-        finally:
-            self.call("POST", "/resume")
-        pause_s = time.monotonic() - paused
-        shutil.rmtree(folder.parent)
+        with ROUTES["full"](self, version, tensors) as hand_over:
+            self.checksums = self.checksums or self.checksum()
+            self.queue.publish(version, None)
+            paused = time.monotonic()
+            self.call("POST", "/pause?mode=keep")
+            try:
+                hand_over()
+                if self.cfg.device == "cpu":
+                    self.call("POST", "/collective_rpc", {"method": "repack_tied_head"})
+                if not self.call("POST", "/reset_prefix_cache").get("success", True):
+                    raise SyncError("the engine kept its old prefix cache")
+                self.queue.publish(version, BASE)  # KEEP: before resume, what starts now is new
+            finally:
+                self.call("POST", "/resume")
+            pause_s = time.monotonic() - paused
         self._compare_checksums(t_new)
         self._go_live(version, BASE)
         verdict, gap = self.verify(BASE, t_new)
         return {"logp_gap": gap, "canary": verdict, "sync_s": time.monotonic() - start,
-                "pause_s": pause_s, "bytes": size}
+                "pause_s": pause_s, "bytes": sum(t.nbytes for t in tensors.values())}
 
     def checksum(self):
         return self.call("POST", "/weight_checker", {"action": "checksum"})["checksums"]
@@ -361,12 +371,40 @@ class Sync:
             raise SyncError("the engine's weights did not change in the swap")
 
 
-def weights_folder(run_dir, version, size):
-    """A new folder in shared memory if `size` bytes easily fit there, else in the run."""
+@contextlib.contextmanager
+def through_memory(sync, version, tensors):
+    """A file in shared memory, which the engine's workers map. -> hand_over(), called in the pause:
+    what takes time is done before it and after it."""
+    folder = weights_folder(sync.cfg, version, sum(t.nbytes for t in tensors.values()))
+    try:
+        write(folder / "model.safetensors", tensors, tensors)
+        yield lambda: sync.call("POST", "/collective_rpc", {
+            "method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+    finally:
+        shutil.rmtree(folder.parent)
+
+
+# How full weights get into the engine: --extra may put another way here (examples/sync_nccl.py).
+ROUTES = {"full": through_memory}
+
+
+def write(path, expected, state):
+    """Tensors -> file, read back by name -> its size in bytes."""
+    from safetensors.torch import safe_open, save_file
+
+    save_file({k: v.contiguous().cpu() for k, v in state.items()}, path, {"format": "pt"})
+    with safe_open(path, "pt") as file:
+        check_names(file.keys(), expected)
+    return path.stat().st_size
+
+
+def weights_folder(cfg, version, size):
+    """A new folder in shared memory if `size` bytes easily fit there (and the engine is on this
+    machine), else in the run."""
     shm = Path("/dev/shm")
     fits = shm.is_dir() and shutil.disk_usage(shm).free > 1.2 * size + (64 << 20)
     name = f"nano-openclaw-{os.getpid()}"  # not where the run keeps its last version
-    parent = (shm if fits else Path(run_dir) / "weights") / name
+    parent = (shm if fits and not cfg.policy_url else Path(cfg.run_dir) / "weights") / name
     folder = parent / f"v{version}"
     folder.mkdir(parents=True, mode=0o700)
     return folder

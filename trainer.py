@@ -35,12 +35,11 @@ from types import SimpleNamespace
 import torch
 import urllib3
 from accelerate import Accelerator
-from safetensors.torch import safe_open, save_file
 
 from judge import HINT_CHOICE
 from main import AUTO, Config, Problem, fill_tis_cap, say, step_of, validate
-from proxy import engine_logp, judged_numbers, load_turns, strip_wrappers
-from sync import BASE, LORA_TARGETS, Sync, SyncError, check_names, load_extra
+from proxy import engine_logp, judged_numbers, load_turns, policy_engine, strip_wrappers
+from sync import BASE, LORA_TARGETS, Sync, SyncError, check_names, load_extra, write
 
 # ------------------------------------------------------------------------- ragged turns -> tensors
 
@@ -302,18 +301,30 @@ def make_accelerator(cfg):
     """bf16 engine -> bf16 autocast over float32 trainable weights; float32 engine -> float32. (A
     float32 trainer beside a bf16 engine believes in an adapter that users do not get.)"""
     precision = "bf16" if cfg.engine_dtype == "bfloat16" else "no"
-    many = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    plugin = fsdp_plugin() if many and cfg.device != "cpu" else None
+    many = "LOCAL_RANK" in os.environ
+    plugin = fsdp_plugin(cfg) if many and cfg.device != "cpu" else None
     return Accelerator(mixed_precision=precision, cpu=cfg.device == "cpu", fsdp_plugin=plugin,
                        log_with=cfg.tracker or None, project_dir=cfg.run_dir)
 
 
-def fsdp_plugin():
+def fsdp_plugin(cfg):
     """FSDP2 over the model's layers (Policy names their class); gathered whole when saved."""
     from accelerate import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
+    # accelerate then makes a group that can also gather what is on the CPU
+    os.environ["FSDP_STATE_DICT_TYPE"] = "FULL_STATE_DICT"
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     return FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT",
-                                          auto_wrap_policy="transformer_based_wrap")
+                                          auto_wrap_policy="transformer_based_wrap",
+                                          cpu_offload=offload if cfg.cpu_offload else False)
+
+
+def compile_layers(policy):
+    """--compile: each layer by itself, which is quick, survives FSDP and takes any length."""
+    for module in policy.modules():
+        if type(module).__name__ in (policy._no_split_modules or ()):
+            module.compile(dynamic=True)
 
 
 class Trainer:
@@ -330,6 +341,8 @@ class Trainer:
             lm.train()  # transformers checkpoints in training mode only; there is no dropout
         self.teacher = teacher and Policy(teacher, cfg.temperature)
         policy = Policy(lm, cfg.temperature)
+        if cfg.compile:
+            compile_layers(policy)
         trainable = [p for p in policy.parameters() if p.requires_grad]
         optimiser = torch.optim.AdamW(trainable, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.model, self.optimiser = self.acc.prepare(policy, optimiser)
@@ -559,15 +572,19 @@ class Trainer:
         write(folder / "adapter_model.safetensors", [n.replace(".default", "") for n in trained],
               {k.replace(".default", ""): v.to(dtype) for k, v in state.items() if "lora_" in k})
 
-    def save_full(self, folder, state=None):
-        """All weights in the engine's dtype -> folder/model.safetensors -> bytes written."""
-        state, lm = state or self.state(), self.policy.lm
+    def full(self, state):
+        """All weights in the engine's dtype, by the names of its checkpoints, each of them."""
+        lm, dtype = self.policy.lm, getattr(torch, self.cfg.engine_dtype)
         tied = (set(getattr(lm, "_tied_weights_keys", None) or ())
                 if lm.config.tie_word_embeddings else set())
-        dtype, names = getattr(torch, self.cfg.engine_dtype), {n for n, _ in lm.named_parameters()}
-        return write(folder / "model.safetensors", names - tied,
-                     {k: v.to(dtype) for k, v in state.items() if k not in tied})
+        tensors = {k: v.to(dtype) for k, v in state.items() if k not in tied}
+        check_names(tensors, {n for n, _ in lm.named_parameters()} - tied)
+        return tensors
 
+    def save_full(self, folder, state=None):
+        """All weights -> folder/model.safetensors -> bytes written."""
+        tensors = self.full(state or self.state())
+        return write(folder / "model.safetensors", tensors, tensors)
 
     # ---- checkpoints
 
@@ -621,14 +638,6 @@ def whole():
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     return StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-def write(path, expected, state):
-    """Tensors -> file, read back by name -> its size in bytes."""
-    save_file({k: v.contiguous().cpu() for k, v in state.items()}, path, {"format": "pt"})
-    with safe_open(path, "pt") as file:
-        check_names(file.keys(), expected)
-    return path.stat().st_size
 
 
 def hinted_prompt(turn):
@@ -749,7 +758,6 @@ class Service:
         self.http = urllib3.PoolManager(retries=False, maxsize=len(CANARY),
                                         timeout=urllib3.Timeout(connect=10, read=300))
         self.sync = Sync(cfg, cfg.engine_url, queue, self.engine_canary)
-        self.sync.weight_bytes = 4 * sum(p.numel() for p in trainer.policy.parameters())
         self.blocked = None  # since when all adapter slots have been in use
 
     def share(self, ask):
@@ -762,8 +770,9 @@ class Service:
     def engine_canary(self, name):
         """The engine's canary log-probs under one of its model names."""
         with ThreadPoolExecutor(len(self.prompts)) as pool:  # at once: one step of the engine
-            scored = pool.map(lambda p, r: engine_logp(self.http, self.cfg.engine_url, name, p, r),
-                              self.prompts, self.replies)
+            engine = policy_engine(self.cfg, name)
+            scored = pool.map(lambda p, r: engine_logp(self.http, engine, p, r), self.prompts,
+                              self.replies)
             return [x for logp in scored for x in logp]
 
     def trainer_canary(self):
@@ -803,8 +812,7 @@ class Service:
             self.trainer.save_adapter(folder, state)
             done = self.sync.push_lora(version, folder, t_new)
         elif self.boss:
-            done = self.sync.push_full(version, lambda f: self.trainer.save_full(f, state),
-                                       self.cfg.run_dir, t_new)
+            done = self.sync.push_full(version, self.trainer.full(state), t_new)
         self.trainer.acc.wait_for_everyone()
         return {**done, "sync_wait_s": waited, "check_s": time.monotonic() - start}
 

@@ -50,7 +50,6 @@ from sync import (
 )
 
 GB, SHM = 1 << 30, Path("/dev/shm")
-TOO_MUCH = 1 << 62  # bytes that fit into no shared memory: the weights go to the run directory
 
 
 class Failed(Exception):
@@ -146,20 +145,22 @@ def nudge(trainer):
 
 def push(service, route):
     """One sync by a route -> its figures."""
-    own = service.sync.weight_bytes
     nudge(service.trainer)
-    service.sync.weight_bytes = TOO_MUCH if route == "full-dir" else own
+    # as for an engine on another machine, which does not see our memory
+    service.cfg.policy_url = "elsewhere" if route == "full-dir" else ""
     start = time.monotonic()
-    try:
-        while (done := service.push()) is None:  # all slots are in use
-            time.sleep(0.05)
-    finally:
-        service.sync.weight_bytes = own
+    while (done := service.push()) is None:  # all slots are in use
+        time.sleep(0.05)
     total = time.monotonic() - start
     size = done.get("bytes") or sum(f.stat().st_size for f in Path(
         service.sync.folders[-1]).glob("*.safetensors"))
     return {"total_s": total, "pause_s": done["pause_s"], "bytes": size,
             "canary": done["canary"], "logp_gap": done["logp_gap"]}
+
+
+def weight_bytes(trainer):
+    """Of a full sync in float32."""
+    return 4 * sum(p.numel() for p in trainer.policy.parameters())
 
 
 def copy(size, folder):
@@ -179,7 +180,8 @@ def measure(service, rounds):
     """-> {route: figures of its syncs}, each sync with a copy of the same bytes after it."""
     run_dir = service.cfg.run_dir
     order = ["full-shm", "full-dir", "full-dir", "full-shm"]
-    if not service.cfg.lora_rank and shutil.disk_usage(SHM).free < 3 * service.sync.weight_bytes:
+    needed = 0 if service.cfg.lora_rank else 3 * weight_bytes(service.trainer)
+    if shutil.disk_usage(SHM).free < needed:
         raise Failed(f"too little shared memory: {SHM} must hold three times the weights")
     out = {}
     for i in range(rounds):

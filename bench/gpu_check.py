@@ -159,7 +159,7 @@ def sharded_accelerator(cfg):
     if cfg.device == "cpu" and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
     acc = Accelerator(mixed_precision="bf16", cpu=cfg.device == "cpu",
-                      fsdp_plugin=(plugin := T.fsdp_plugin()))
+                      fsdp_plugin=(plugin := T.fsdp_plugin(cfg)))
     acc.state.distributed_type, acc.state.fsdp_plugin = DistributedType.FSDP, plugin
     return acc
 

@@ -105,8 +105,9 @@ def shown(value):
 # ------------------------------------------------------------------- which runs, which settings
 
 # Knobs of where and when a run was made, not of how it learns.
-PLACES = ("run_dir seed port host engine_url teacher_url judge_url engine_cores trainer_cores gpus "
-          "layout api_key api_key_file rebatch resume save_every").split()
+PLACES = ("run_dir seed port host engine_url policy_url teacher_url judge_url engine_cores gpus "
+          "trainer_cores layout api_key api_key_file rebatch resume save_every cpu_offload "
+          "compile").split()
 
 
 def run_folders(folders):

@@ -346,8 +346,10 @@ def measure_policy(shared, phase):
 # ----------------------------------------------- negative log-prob under the hinted base model
 
 def post(url, body):
-    """Straight to the engine, which is on loopback: no http_proxy of the environment."""
+    """Straight to the engine: no http_proxy of the environment."""
     data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    if key := os.environ.get("POLICY_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(urllib.request.Request(url, data, headers), timeout=REQUEST_TIMEOUT) as answer:
         return json.load(answer)

@@ -16,6 +16,7 @@ import trainer as T
 
 CASES = {f"{rank}-{topk or 'sampled'}": dict(lora_rank=rank, topk=topk, token_budget=70, lr=1e-2)
          for rank in (0, 8) for topk in ("", "3", "full")}
+CASES["0-offload"] = CASES["0-sampled"] | dict(cpu_offload=True)
 
 
 def fsdp_accelerator(cfg):
@@ -23,7 +24,8 @@ def fsdp_accelerator(cfg):
     from accelerate.utils import DistributedType
 
     precision = "bf16" if cfg.engine_dtype == "bfloat16" else "no"
-    acc = Accelerator(cpu=True, fsdp_plugin=(plugin := T.fsdp_plugin()), mixed_precision=precision)
+    plugin = T.fsdp_plugin(cfg)
+    acc = Accelerator(cpu=True, fsdp_plugin=plugin, mixed_precision=precision)
     acc.state.distributed_type, acc.state.fsdp_plugin = DistributedType.FSDP, plugin
     return acc
 
@@ -88,10 +90,10 @@ def two_ranks(folder, out, *names):
 
 def test_fsdp_equals_one_process(tmp_path):
     """Loss, metrics, gradients and the next step's weights equal one process's (1e-5), full and
-    LoRA, sampled token and distributions; one rank holds a dummy micro-batch. What is saved is
-    whole: every tensor, its whole shape. A trainer that loads the first step's checkpoint takes the
-    very same second one. Once a hang: the slopes of the loss were taken through the sharded model,
-    on the ranks that had something to train only."""
+    LoRA, sampled token and distributions, offloaded; one rank holds a dummy micro-batch. What is
+    saved is whole: every tensor, its whole shape. A trainer that loads the first step's checkpoint
+    takes the very same second one. Once a hang: the slopes of the loss were taken through the
+    sharded model, on the ranks that had something to train only."""
     tiny().save_pretrained(tmp_path / "model")
     first, second = two_ranks(tmp_path / "model", tmp_path / "two", *CASES)
     (tmp_path / "one").mkdir()
@@ -109,6 +111,8 @@ def test_fsdp_equals_one_process(tmp_path):
         for key in mine:
             assert mine[key].shape == theirs[key].shape
             assert torch.allclose(mine[key], theirs[key], atol=1e-5), (name, key)
+    same = pytest.approx(first["0-sampled"]["again"], rel=1e-3, abs=1e-4)
+    assert first["0-offload"]["again"] == same
 
 
 def test_fsdp_in_bfloat16(tmp_path):

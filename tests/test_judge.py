@@ -34,7 +34,7 @@ from judge import (
     vote_counts,
     with_hint,
 )
-from proxy import Policy, Turn, TurnLog, clean_messages
+from proxy import Endpoint, Policy, Turn, TurnLog, clean_messages
 
 FIXTURE = json.loads((Path(__file__).parent / "fixtures" / "openclaw_turns.json").read_text())
 HTTP = urllib3.PoolManager(retries=False)
@@ -266,10 +266,10 @@ def test_engine_side_teacher(k):
     with FakeEngine() as engine:
         engine.score = lambda model, ids: [-float(i) for i in ids]
         cfg = settings(judge="lexicon", mode="opd", teacher="engine", teacher_url=engine.url,
-                       teacher_model="base", topk=k)
+                       engine_url=engine.url, teacher_model="base", topk=k)
         turn = judged_turn()
         turn.prompt_ids = engine.tokens(turn.messages)
-        assert judge_turn(turn, cfg, HTTP, (engine.url, "base")) is None
+        assert judge_turn(turn, cfg, HTTP, Endpoint(engine.url, "base")) is None
         (body,) = [b for p, b in engine.calls if p == "/v1/completions"]
     assert body["prompt"] == turn.hinted_prompt_ids[0] + [4, 5] and body["prompt"][0] > 0
     assert turn.teacher_logp == [-4.0, -5.0] and body["prompt_logprobs"] == int(k or 0)
@@ -287,7 +287,7 @@ def test_no_eval_takes_no_scores_in_opd(mode, votes):
     """--no-eval: opd needs hints only, whoever judges; the others are trained by the score."""
     turn = judged_turn()
     judge_turn(turn, settings(judge="lexicon", mode=mode, eval=False), HTTP,
-               ("http://127.0.0.1:9", "base"))
+               Endpoint("http://127.0.0.1:9", "base"))
     assert turn.votes == votes and turn.score == (votes[0] if votes else None)
 
 
@@ -453,7 +453,7 @@ def test_hinted_prompt_is_whole_or_not_used(limit, rendered, skip, mode, reason)
     turn = judged_turn(prompt_ids=list(range(25)), response_ids=[1] * 5)
     cfg = settings(judge="lexicon", mode=mode, max_model_len=limit)
     with serving(tokenizer(rendered, 10)) as (url, _):
-        assert judge_turn(turn, cfg, HTTP, (url, "base")) == reason
+        assert judge_turn(turn, cfg, HTTP, Endpoint(url, "base")) == reason
     assert (turn.score, turn.hint, turn.hint_skip) == (-1, "Please answer in one sentence.", skip)
     assert (turn.r, turn.distil) == (None if mode == "opd" else -1, skip is None)
     assert [len(p) for p in turn.hinted_prompt_ids] == ([] if skip == "render" else [35])
@@ -463,7 +463,7 @@ def test_rl_asks_for_no_hint():
     """rl needs neither hint nor engine: nothing is rendered."""
     turn = judged_turn()
     cfg = settings(judge="lexicon", mode="rl")
-    assert judge_turn(turn, cfg, HTTP, ("http://127.0.0.1:9", "")) is None
+    assert judge_turn(turn, cfg, HTTP, Endpoint("http://127.0.0.1:9", "")) is None
     assert (turn.r, turn.distil, turn.hints, turn.hint) == (-1, False, [], None)
 
 
@@ -473,7 +473,7 @@ def test_very_long_turns_are_dropped_and_counted():
     cfg = settings(judge="lexicon", mode="rl", max_train_len=8192)
     for tokens, reason in ((17_000, "too_long"), (8_193, "too_long"), (8_192, None)):
         turn = judged_turn(prompt_ids=[1] * 192, response_ids=[1] * (tokens - 192))
-        assert judge_turn(turn, cfg, HTTP, ("http://127.0.0.1:9", "")) == reason
+        assert judge_turn(turn, cfg, HTTP, Endpoint("http://127.0.0.1:9", "")) == reason
 
 
 def test_feedback_replaces_the_judges_label():
@@ -483,12 +483,12 @@ def test_feedback_replaces_the_judges_label():
     cfg = settings(judge="lexicon", mode="combine")
     with serving(tokenizer(3, 4)) as (url, _):
         turn.prompt_ids = [0, 1, 2]
-        assert judge_turn(turn, cfg, HTTP, (url, "base")) is None
+        assert judge_turn(turn, cfg, HTTP, Endpoint(url, "base")) is None
         assert (turn.votes, turn.score, turn.r, turn.distil) == ([-1], -1, -1, True)
         assert turn.hint == "Name the source of the claim."
         turn = judged_turn("And snow?", feedback={"text": "No, that is wrong."})
         for _ in range(2):
-            judge_turn(turn, cfg, HTTP, (url, "base"))
+            judge_turn(turn, cfg, HTTP, Endpoint(url, "base"))
     assert turn.score == -1
     assert [m["content"] for m in turn.next_state] == ["And snow?", "No, that is wrong."]
 

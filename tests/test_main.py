@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import main
-from main import Problem, layout_for, parse
+from main import Problem, parse
 
 
 @pytest.fixture(autouse=True)
@@ -40,22 +40,6 @@ def test_parsers_by_model_family(model, tool, reasoning):
     assert parse(["--model", model, "--tool-parser", "mistral"]).tool_parser == "mistral"
 
 
-@pytest.mark.parametrize(("n", "sizes"), [(1, (1, 1, 0)), (2, (1, 1, 0)), (3, (1, 1, 0)),
-                                          (4, (2, 1, 1)), (7, (2, 1, 1)), (8, (4, 2, 2))])
-def test_layouts(n, sizes):
-    """The table of machines; on one GPU the trainer shares the policy's."""
-    out = layout_for(main.AUTO, [str(i) for i in range(n)])
-    assert tuple(len(out[k]) for k in ("trainer", "policy", "judge")) == sizes
-    shared = set(out["trainer"]) & set(out["policy"])
-    assert bool(shared) == (n == 1) and not set(out["judge"]) & set(out["policy"])
-
-
-@pytest.mark.parametrize("wish", ["4,2", "x,1,1", "4,4,4", "1,0,1", "-1,1,1"])
-def test_impossible_layouts_are_refused(wish):
-    with pytest.raises(Problem, match="three numbers"):
-        layout_for(wish, list("01234567"))
-
-
 @pytest.mark.parametrize(("flags", "words"), [
     (["--temperature", "0"], "above 0"),
     (["--batch-size", "0"], "at least 1"),
@@ -67,6 +51,9 @@ def test_impossible_layouts_are_refused(wish):
     (["--judge-url", "http://x/v1"], "--judge-model"),
     (["--teacher", "engine", "--temperature", "0.6"], "temperature 1 only"),
     (["--teacher", "engine", "--lora-rank", "0"], "judge engine of its own"),
+    (["--teacher-url", "http://x"], "needs --teacher-model"),
+    (["--teacher-url", "http://x", "--teacher-model", "t", "--teacher", "trainer"], "different"),
+    (["--policy-url", "localhost:8000"], "http://"),
     (["--lora-rank", "7"], "vLLM takes"),
     (["--extra", "/no/such.py"], "does not exist"),
     (["--simulate", "concise"], "needs an end"),

@@ -507,7 +507,7 @@ def test_b3_engine_scores_are_cut_by_lengths(server, engine):
     import urllib3
 
     engine.score = lambda model, ids: [-float(i) for i in range(len(ids))]
-    where = (urllib3.PoolManager(), engine.url, "base")
+    where = (urllib3.PoolManager(), proxy.Endpoint(engine.url, "base"))
     assert proxy.engine_logp(*where, [7] * 10, [0, 7, 2, 7, 0]) == [-10, -11, -12, -13, -14]
     assert proxy.engine_logp(*where, [7] * 17, [4, 4, 4]) == [-17, -18, -19]
     assert engine.calls[-1][1]["max_tokens"] == 1 and "temperature" not in engine.calls[-1][1]

@@ -161,18 +161,64 @@ def test_kill_9_of_main(tmp_path):
     wait_for(lambda: all_gone(started), 10, "an empty process list")
 
 
-def test_kill_9_of_the_trainer_and_resume(tmp_path):
+def test_kill_9_and_resume(engine, tmp_path):
     """The trainer dies while it trains, before the commit: main says so and ends. --resume goes on
-    at the last checkpoint: the first request is served by the restored version, the turns of the
-    lost step come back, every one is trained once, and the steps count on."""
-    flags = ["--mode", "rl", "--batch-size", "4", "--save-every", "1", "--max-tokens", "24"]
-    process, port = start_main(tmp_path, *flags)
+    at the last checkpoint. Then main itself is killed, and resumed again. Each time the first
+    request is served by the restored version, the turns of a lost step come back, every one is
+    trained once, and the steps count on. The engine is one that we did not start (--policy-url): it
+    lives on with the adapters of the run before."""
+    run = tmp_path / "run"
+    line, turns_of = run / "metrics.jsonl", lambda: proxy.load_turns(run / "turns.jsonl")
+    process, port = start_main(
+        tmp_path, "--mode", "rl", "--batch-size", "4", "--save-every", "1", "--max-tokens", "24",
+        "--policy-url", engine.url, "--engine-dtype", "float32", "--max-model-len", "1024",
+        "--lora-slots", "2")
     wait_for(lambda: "ready:" in screen(tmp_path), 240, "the start")
+    with talking(port):
+        wait_for(lambda: line.exists() and line.read_text().count("\n") >= 2, 240, "two updates")
+        wait_for(lambda: main_health(port)["leased"], 120, "a third one's start")
+        next(p for p in family(process) if "trainer.py" in " ".join(p.cmdline()[1:3])).kill()
+        assert process.wait(timeout=60) == 1 and "the trainer ended" in screen(tmp_path)
+    first = []
+    for end in ("of main", "in order"):
+        step = main.step_of(Path(main.checkpoint_of(SimpleNamespace(resume="x", run_dir=run))))
+        trained = {i for i, t in turns_of().items() if t.fate == "trained"}
+        assert step >= 2 and len(trained) in (4 * step, 4 * step - 4)  # before or after its save
+        process, port = start_main(tmp_path, "--resume", str(run))
+        wait_for(lambda: "ready:" in screen(tmp_path), 240, "the resumed start")
+        assert f"resumed at update {step}: {4 * step} turns are trained" in screen(tmp_path)
+        assert main_health(port)["version"] == step
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        said = [{"role": "user", "content": "What is one?"}]
+        reply = client.chat.completions.create(model="policy", max_tokens=4, messages=said)
+        first.append((reply.id, step))
+        with talking(port):
+            wait_for(lambda at=step, port=port: main_health(port)["updates"] > at, 240, "a step")
+            if end == "of main":
+                everything = family(process)
+                process.kill()
+                wait_for(lambda all=everything: all_gone(all), 10, "the end of all")
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+    turns = turns_of()
+    assert all(turns[i].version_start == step for i, step in first)
+    steps = [json.loads(x)["step"] for x in line.read_text().splitlines()]
+    assert steps == sorted(set(steps)) and steps[-1] > first[1][1]  # a row may be lost, not twice
+    events = [json.loads(x) for x in (run / "turns.jsonl").read_text().splitlines()]
+    kept = [e["turn"] for e in events if e["event"] == "fate" and e["fate"] == "trained"]
+    assert len(kept) == len(set(kept)) and all(t.fate for t in turns.values())
+    assert engine.child.alive()
+
+
+@contextlib.contextmanager
+def talking(port):
+    """Two users who find every answer wrong."""
     over = threading.Event()
 
     def talk(n):
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
-        while not over.is_set():
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none",
+                               max_retries=0, timeout=20)
+        while not over.wait(0.05):
             said = [{"role": "user", "content": f"What is {n}?"}]
             with contextlib.suppress(openai.OpenAIError):
                 reply = client.chat.completions.create(model="policy", messages=said)
@@ -183,45 +229,12 @@ def test_kill_9_of_the_trainer_and_resume(tmp_path):
     users = [threading.Thread(target=talk, args=(n,)) for n in range(2)]
     for user in users:
         user.start()
-    run = tmp_path / "run"
-    line = run / "metrics.jsonl"
-    wait_for(lambda: line.exists() and line.read_text().count("\n") >= 2, 240, "two updates")
-    wait_for(lambda: main_health(port)["leased"], 120, "a third one's start")
-    trainer = [p for p in family(process) if "trainer.py" in " ".join(p.cmdline())][-1]
-    trainer.kill()
-    assert process.wait(timeout=60) == 1 and "the trainer ended" in screen(tmp_path)
-    over.set()
-    for user in users:
-        user.join(60)
-    step = main.step_of(Path(main.checkpoint_of(SimpleNamespace(resume="x", run_dir=run))))
-    before = proxy.load_turns(run / "turns.jsonl")
-    trained = {i for i, t in before.items() if t.fate == "trained"}
-    assert step >= 2 and len(trained) in (4 * step, 4 * step - 4)  # killed before or after its save
-
-    process, port = start_main(tmp_path, "--resume", str(run))
-    wait_for(lambda: "ready:" in screen(tmp_path), 240, "the resumed start")
-    assert f"resumed at update {step}: {4 * step} turns are trained" in screen(tmp_path)
-    assert main_health(port)["version"] == step
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
-    first = client.chat.completions.create(model="policy", max_tokens=4,
-                                           messages=[{"role": "user", "content": "What is one?"}])
-    over.clear()
-    users = [threading.Thread(target=talk, args=(n,)) for n in range(2)]
-    for user in users:
-        user.start()
-    wait_for(lambda: main_health(port)["updates"] > step, 240, "the next update")
-    over.set()
-    for user in users:
-        user.join(60)
-    process.kill()  # of main itself: everything else ends with it
-    process.wait()
-    turns = proxy.load_turns(run / "turns.jsonl")
-    assert turns[first.id].version_start == step
-    steps = [json.loads(x)["step"] for x in line.read_text().splitlines()]
-    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= step
-    fates = [json.loads(x) for x in (run / "turns.jsonl").read_text().splitlines()]
-    kept = [e["turn"] for e in fates if e["event"] == "fate" and e["fate"] == "trained"]
-    assert len(kept) == len(set(kept)) and trained <= set(kept)
+    try:
+        yield
+    finally:
+        over.set()
+        for user in users:
+            user.join(60)
 
 
 def main_health(port):
@@ -513,7 +526,7 @@ class Load:
 
 @pytest.fixture
 def load(tmp_path):
-    """load(engine, version, **config) -> a Load on a proxy of its own, and the sync's side of the queue."""
+    """load(engine, version, **config) -> a Load on a proxy of its own, and the sync's queue."""
     made = []
 
     def make(engine, version=0, **changes):

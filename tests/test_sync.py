@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 import main
 import sync
@@ -283,7 +284,8 @@ class Service:
 
     def __init__(self, engine, tmp_path, **cfg):
         self.cfg = SimpleNamespace(
-            **dict(lora_slots=2, engine_dtype="float32", device="cuda") | cfg)
+            **dict(lora_slots=2, engine_dtype="float32", device="cuda", policy_url="",
+                   run_dir=tmp_path) | cfg)
         self.engine, self.tmp_path, self.policy = engine, tmp_path, Policy(BASE)
         engine.in_use = lambda name: self.policy.open.get(name)
         self.queue = SampleQueue(SimpleNamespace(), TurnLog(os.devnull), self.policy)
@@ -294,7 +296,8 @@ class Service:
                                                     publish(version, name))
         self.sync = Sync(self.cfg, engine.url, self.queue, lambda name: self.truth[name])
         self.sync.start(T_0)
-        self.sync.weight_bytes, self.version = 1000, 0
+        engine.calls.clear()
+        self.version = 0
 
     def folder(self, version):
         return self.tmp_path / "adapters" / f"v{version}"
@@ -310,11 +313,7 @@ class Service:
     def push_full(self):
         self.version += 1
         logp = self.truth[BASE] = plus(T_0, 0.1 * self.version)
-
-        def save(folder):
-            return (folder / "model.safetensors").write_bytes(b"12345")
-
-        return self.sync.push_full(self.version, save, self.tmp_path, logp)
+        return self.sync.push_full(self.version, {"a": torch.ones(5), "b": torch.ones(2)}, logp)
 
 
 @pytest.fixture
@@ -421,14 +420,22 @@ def test_two_suspicions_in_a_row_stop_the_run(engine, tmp_path):
 @pytest.mark.parametrize(("dtype", "off", "good"), [
     ("float32", 0.0005, True), ("float32", 0.002, False), ("bfloat16", 0.1, True),
     ("bfloat16", 0.2, False)])
-def test_untouched_model_is_compared_before_the_first_user(service, dtype, off, good):
+def test_untouched_model_is_compared_before_the_first_user(engine, dtype, off, good):
     """A wrong dtype, rope or tokeniser is found at start."""
-    start = Sync(SimpleNamespace(engine_dtype=dtype), "", None, lambda name: plus(T_0, off)).start
+    start = Sync(SimpleNamespace(engine_dtype=dtype), engine.url, None,
+                 lambda name: plus(T_0, off)).start
     if good:
         assert start(T_0) == pytest.approx(off)
     else:
         with pytest.raises(SyncError, match="untouched model"):
             start(T_0)
+
+
+def test_adapters_of_an_earlier_run_are_unloaded(engine, tmp_path):
+    """An engine at --policy-url outlives a run; a new one would get 'already loaded' for its v1."""
+    engine.loaded, engine.in_use = {"v1": tmp_path, "v7": tmp_path}, lambda name: 0
+    Sync(SimpleNamespace(engine_dtype="float32"), engine.url, None, lambda name: T_0).start(T_0)
+    assert engine.loaded == {}
 
 
 # ---------------------------------------------------------------------------------- full weights
@@ -449,7 +456,7 @@ def test_full_swap_order(service, engine, shm):
     folder is gone afterwards and the metrics say how long users waited."""
     metrics = service.push_full()
     assert engine.calls == ["/weight_checker", *SWAP, "/weight_checker", "publish base"]
-    assert (metrics["canary"], metrics["bytes"]) == ("ok", 5) and 0 < metrics["pause_s"] < 5
+    assert (metrics["canary"], metrics["bytes"]) == ("ok", 28) and 0 < metrics["pause_s"] < 5
     assert not list(service.tmp_path.glob("weights/*"))
     engine.calls.clear()
     service.push_full()
@@ -488,14 +495,17 @@ def test_other_tensors_after_the_swap_are_an_error(service, engine, shm):
 
 def test_weights_folder_needs_room(tmp_path, monkeypatch):
     """Shared memory if the weights fit with room to spare, else the run directory."""
-    made = weights_folder(tmp_path, 1, 1 << 60)
+    cfg = SimpleNamespace(run_dir=tmp_path, policy_url="")
+    made = weights_folder(cfg, 1, 1 << 60)
     assert made.parent.parent == tmp_path / "weights" and made.name == "v1"
     assert made.stat().st_mode & 0o777 == 0o700
     if Path("/dev/shm").is_dir():
         monkeypatch.setattr(sync.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
-        made = weights_folder(tmp_path, 1, 1000)
+        made = weights_folder(cfg, 1, 1000)
         assert made.parent == Path(f"/dev/shm/nano-openclaw-{os.getpid()}")
         sync.shutil.rmtree(made.parent)
+        cfg.policy_url = "http://elsewhere:8000"  # it does not see this machine's memory
+        assert weights_folder(cfg, 2, 1000).parent.parent == tmp_path / "weights"
 
 
 def test_cores():
@@ -509,6 +519,6 @@ def test_a_swap_folder_is_never_the_kept_model(tmp_path, monkeypatch):
     monkeypatch.setattr(sync.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     kept = tmp_path / "weights" / "v3"
     kept.mkdir(parents=True)
-    folder = sync.weights_folder(tmp_path, 3, 1000)
+    folder = sync.weights_folder(SimpleNamespace(run_dir=tmp_path, policy_url=""), 3, 1000)
     assert folder.is_dir() and folder != kept and kept.is_dir()
     assert tmp_path in folder.parents

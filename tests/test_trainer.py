@@ -56,7 +56,8 @@ def config(model, **changes):
                 device="cpu", tracker="", run_dir=".", seed=0, gradient_checkpointing=False,
                 temperature=1.0, lr=0.0, token_budget=10_000, loss="ppo", loss_agg="sample",
                 max_grad_norm=1e9, hint_choice="longest",
-                topk="", kl_coef=0.0, tis_cap=5.0, updates_per_batch=1, freshness_half_life=0.0)
+                topk="", kl_coef=0.0, tis_cap=5.0, updates_per_batch=1, freshness_half_life=0.0,
+                cpu_offload=False, compile=False)
     return SimpleNamespace(**vars(KNOBS) | base | changes)
 
 
@@ -184,7 +185,7 @@ def test_chunks_change_nothing(tied):
 
 def difference(a, b):
     """Relative: |a - b| / |b|, 0 for two zeros."""
-    return float((a - b).norm() / b.norm().clamp(min=1e-12))
+    return float(((a - b).norm() / b.norm().clamp(min=1e-12)).detach())
 
 
 # ---------------------------------------------------------------------------- advantages and losses
@@ -402,6 +403,18 @@ def test_saved_adapter_is_the_trained_one(folders, tmp_path):
     want = reference_logp(loaded, turn["prompt_ids"], turn["response_ids"])
     got = step.logp([turn["prompt_ids"]], [turn["response_ids"]])[0]
     assert got.tolist() == pytest.approx(want, abs=1e-5)
+
+
+def test_compiled_layers_give_the_same_step(folders):
+    """--compile: the same metrics, gradients and second step, at lengths it has not seen."""
+    plain, compiled = (make_trainer(config(folders[False], lr=1e-2, compile=x))
+                       for x in (False, True))
+    for n in (3, 2):
+        turns = [level(t.train(make_turns(n))) for t in (plain, compiled)]
+        assert turns[1] == pytest.approx(turns[0], rel=1e-4, abs=1e-5)
+    pairs = zip(plain.policy.parameters(), compiled.policy.parameters(), strict=True)
+    assert max(difference(b, a) for a, b in pairs) < 1e-4
+    assert any(m._compiled_call_impl for m in compiled.policy.modules())
 
 
 @pytest.mark.parametrize("tied", [False, True])
