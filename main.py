@@ -32,12 +32,14 @@ from sync import (
     BASE,
     ENGINE_FLAGS,
     HERE,
+    ROUTES,
     Child,
     engine_command,
     engine_env,
     free_port,
     load_extra,
     parse_cores,
+    through_memory,
     wait_ready,
 )
 
@@ -80,7 +82,7 @@ class Config:
     run_dir: str = knob("", "run", "where everything is recorded (default runs/<time>-<mode>)")
     seed: int = knob(0, "run", "for questions, sampling and initial adapter")
     extra: str = knob("", "run", "a Python file that may add rows to LOSSES, SCHEDULES, "
-                      "HINT_CHOICE, PERSONAS")
+                      "HINT_CHOICE, PERSONAS, ROUTES")
     tracker: str = knob("", "run", "a tracker that accelerate knows, such as tensorboard or wandb")
 
     model: str = knob(AUTO, "model", "a folder or a name on the Hugging Face hub")
@@ -805,6 +807,9 @@ def start(system):
             if getattr(cfg, key) not in table:
                 raise Problem(f"--{key.replace('_', '-')} {getattr(cfg, key)} is not a row of its "
                               f"table, nor does --extra {cfg.extra} add it")
+        if cfg.lora_rank and ROUTES["full"] is not through_memory:
+            raise Problem(f"--extra {cfg.extra} changes how full weights travel: --lora-rank 0, or "
+                          "leave it out")
     if cfg.simulate:
         check_persona(cfg)
     if (system.run_dir / "turns.jsonl").exists() and not cfg.resume:

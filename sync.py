@@ -196,7 +196,8 @@ def wait_ready(child, url, seconds, tick, stopping=lambda: False):
 
 
 def load_extra(path):
-    """--extra FILE: a student's file that may add rows to LOSSES, SCHEDULES or PERSONAS."""
+    """--extra FILE: a student's file that may add rows to LOSSES, SCHEDULES, PERSONAS, ROUTES, and
+    to ENGINE_FLAGS."""
     sys.path.append(str(HERE / "examples"))  # for `from simulated_user import PERSONAS`
     spec = importlib.util.spec_from_file_location("extra", path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
@@ -247,16 +248,16 @@ class Sync:
         self.cfg, self.url, self.queue, self.score = cfg, url, queue, score
         key = os.environ.get("POLICY_KEY")
         self.http = urllib3.PoolManager(retries=False,
-                                        timeout=urllib3.Timeout(connect=10, read=600),
                                         headers={"Authorization": f"Bearer {key}"} if key else {})
         self.live = {}  # adapter name -> its folder, loaded in the engine
         self.folders = []  # every version's folder, oldest first; the newest two stay on disk
         self.suspicions, self.checksums = 0, None
         self.exact = cfg.engine_dtype == "float32"
 
-    def call(self, method, path, body=None):
+    def call(self, method, path, body=None, limit=600):
         """One request to the engine; anything but 200 is an error with the engine's own words."""
-        response = self.http.request(method, self.url + path, json=body)
+        response = self.http.request(method, self.url + path, json=body,
+                                     timeout=urllib3.Timeout(connect=10, read=limit))
         if response.status != 200:
             raise SyncError(f"engine: {path} answered {response.status}: {response.data[:300]!r}")
         return json.loads(response.data) if response.data[:1] in (b"{", b"[") else {}
@@ -349,8 +350,11 @@ class Sync:
                 if not self.call("POST", "/reset_prefix_cache").get("success", True):
                     raise SyncError("the engine kept its old prefix cache")
                 self.queue.publish(version, BASE)  # KEEP: before resume, what starts now is new
-            finally:
-                self.call("POST", "/resume")
+            except BaseException:
+                with contextlib.suppress(SyncError, urllib3.exceptions.HTTPError):
+                    self.call("POST", "/resume", limit=30)  # what went wrong first is told
+                raise
+            self.call("POST", "/resume")
             pause_s = time.monotonic() - paused
         self._compare_checksums(t_new)
         self._go_live(version, BASE)

@@ -246,6 +246,7 @@ def main_health(port):
     (["--model", "/no/such/folder"], "no config.json there"),
     (["--batch-sise", "3"], "--batch-sise"),
     (["--mode", "sft"], "invalid choice"),
+    (["--extra", "examples/sync_nccl.py"], "changes how full weights travel"),
     (["--host", "0.0.0.0"], "set a key"),
     (["--temperature", "0.6", "--teacher", "engine"], "--temperature 1"),
     (["--max-model-len", "100000"], "window of 8192"),

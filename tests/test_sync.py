@@ -478,6 +478,13 @@ def test_engine_is_resumed_after_an_error(service, engine, shm, path, answer, er
     assert service.policy.version == 0
 
 
+def test_the_first_error_is_told(service, engine, shm):
+    """An engine that dies in the reload does not answer /resume either: the reason is the reload."""
+    engine.answers |= {"/collective_rpc": (500, {"error": "out of memory"}), "/resume": (500, {})}
+    with pytest.raises(SyncError, match="out of memory"):
+        service.push_full()
+
+
 def test_unchanged_checksum_is_an_error(service, engine, shm):
     """F6: the reload answered 200 and the engine holds the old tensors."""
     engine.answers["/collective_rpc"] = (200, {})
