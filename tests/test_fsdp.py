@@ -77,6 +77,28 @@ def sharded(cfg):
     return out
 
 
+def for_an_engine(model, out):
+    """A step of the real model on two ranks: adapter and full weights as an engine gets them, and
+    what the ranks compute for the canary with them. See tests/test_real.py."""
+    from transformers import AutoTokenizer
+
+    for name, changes in (("lora", dict(lora_rank=16, lr=1e-3)), ("full", dict(lora_rank=0))):
+        cfg = config(model, teacher="engine", token_budget=512, lr=1e-5, engine_url="",
+                     max_grad_norm=1.0)
+        vars(cfg).update(changes)
+        step = T.Trainer(cfg)
+        step.train(make_turns(4))
+        state = step.state()
+        canary = T.Service(cfg, step, None, AutoTokenizer.from_pretrained(model)).trainer_canary()
+        if step.acc.is_main_process:
+            (out / name).mkdir()
+            (out / f"{name}.json").write_text(json.dumps(canary))
+            if cfg.lora_rank:
+                step.save_adapter(out / name / "v1", state)
+            else:
+                step.save_full(out / name, state)
+
+
 def two_ranks(folder, out, *names):
     out.mkdir(exist_ok=True)
     done = subprocess.run(
@@ -128,5 +150,8 @@ def test_fsdp_in_bfloat16(tmp_path):
 if __name__ == "__main__":
     CASES["bf16"] = dict(lora_rank=8, engine_dtype="bfloat16", token_budget=70, lr=1e-2)
     T.make_accelerator = fsdp_accelerator
-    results = {name: case(sys.argv[1], Path(sys.argv[2]), name) for name in sys.argv[3:]}
+    if sys.argv[3] == "for_an_engine":
+        results = for_an_engine(sys.argv[1], Path(sys.argv[2]))
+    else:
+        results = {name: case(sys.argv[1], Path(sys.argv[2]), name) for name in sys.argv[3:]}
     torch.save(results, Path(sys.argv[2]) / f"rank{os.environ['RANK']}.pt")

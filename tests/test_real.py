@@ -16,9 +16,11 @@ from types import SimpleNamespace
 import openai
 import psutil
 import pytest
+import test_fsdp
 import torch
 import urllib3
 from conftest import Proxy, config
+from safetensors.torch import load_file
 
 import main
 import proxy
@@ -637,3 +639,18 @@ def test_ten_full_swaps_under_load(full_engine, load):
     assert {(status, whole) for status, _, whole in users.outcomes} == {(200, True), (503, True)}
     assert all((after is not None) == (status == 503) for status, after, _ in users.outcomes)
     users.check_spans(full=True)
+
+
+def test_what_two_ranks_save_is_what_the_engine_serves(engine, full_engine, tmp_path):
+    """FSDP2 on two gloo ranks, a step of the real model: the saved adapter and the saved full
+    weights give in the engine the log-probs that the ranks compute (canary within 0.001), and other
+    ones than before."""
+    test_fsdp.two_ranks(engine.cfg.model, tmp_path / "out", "for_an_engine")
+    for kind, where in (("lora", engine), ("full", full_engine)):
+        where.cfg.run_dir = str(tmp_path)
+        service = a_sync(engine)[1] if kind == "lora" else a_service(where, Line())
+        canary = json.loads((tmp_path / "out" / f"{kind}.json").read_text())
+        folder = tmp_path / "out" / kind
+        pushed = (service.sync.push_lora(1, folder / "v1", canary) if kind == "lora" else
+                  service.sync.push_full(1, load_file(folder / "model.safetensors"), canary))
+        assert pushed["logp_gap"] <= 1e-3 and pushed["canary"] == "ok"

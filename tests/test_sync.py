@@ -479,7 +479,7 @@ def test_engine_is_resumed_after_an_error(service, engine, shm, path, answer, er
 
 
 def test_the_first_error_is_told(service, engine, shm):
-    """An engine that dies in the reload does not answer /resume either: the reason is the reload."""
+    """An engine that dies in the reload does not answer /resume either; the reload is told."""
     engine.answers |= {"/collective_rpc": (500, {"error": "out of memory"}), "/resume": (500, {})}
     with pytest.raises(SyncError, match="out of memory"):
         service.push_full()
