@@ -44,6 +44,7 @@ from sync import (
 )
 
 AUTO, GIB = "auto", 1 << 30
+LOGITS = 1 << 26  # numbers (tokens x vocabulary) that the trainer makes at once: 256 MiB a copy
 DEMO_MODEL = HERE / "models" / "SmolLM2-135M-Instruct"
 
 
@@ -457,7 +458,7 @@ def trainer_memory(cfg, s, gpus):
                    "teacher's copy": b * s.params if cfg.teacher == "trainer" else 0,
                    "products' copies": b * s.params / (1 if gpus == 1 else s.layers)}
     return {k: v / GIB for k, v in weights.items()} | {
-        f"activations of {n:,} tokens": n * kept / GIB, "logits": 3 * 4 * 2048 * s.vocab / GIB,
+        f"activations of {n:,} tokens": n * kept / GIB, "logits": 3 * 4 * LOGITS / GIB,
         "working memory": 1.0}
 
 

@@ -37,7 +37,7 @@ import urllib3
 from accelerate import Accelerator
 
 from judge import HINT_CHOICE
-from main import AUTO, Config, Problem, fill_tis_cap, say, step_of, validate
+from main import AUTO, LOGITS, Config, Problem, fill_tis_cap, say, step_of, validate
 from proxy import engine_logp, judged_numbers, load_turns, policy_engine, strip_wrappers
 from sync import BASE, LORA_TARGETS, Sync, SyncError, check_names, load_extra, write
 
@@ -98,12 +98,14 @@ class Policy(torch.nn.Module):
     """A causal language model whose forward gives what `read` makes of the response tokens' logits,
     by default their log-probs, and nothing else: logp_t = log softmax(logits_t / T)[target_t].
 
-    Only `chunk` response tokens at a time meet the vocabulary.
+    Only `chunk` response tokens at a time meet the vocabulary, so many that their logits are LOGITS
+    numbers: no (tokens, vocabulary) of a long turn is ever there.
     """
 
-    def __init__(self, lm, temperature, chunk=2048):
+    def __init__(self, lm, temperature, chunk=None):
         super().__init__()
-        self.lm, self.temperature, self.chunk = lm, temperature, chunk
+        self.lm, self.temperature = lm, temperature
+        self.chunk = chunk or max(1, LOGITS // self.head().weight.shape[0])
         self._no_split_modules = getattr(lm, "_no_split_modules", None)  # FSDP wraps these layers
 
     def causal(self):
