@@ -181,10 +181,10 @@ def line(row):
     weights = f"LoRA {row['rank']}" if row["rank"] else "full"
     on = "on" if row["checkpointing"] else "off"
     return (f"{row['response']:5} {weights:7} {row['dtype']:8} {on:4} {row['topk'] or '-':4} "
-            f"{ours['chunk']:5} | {ours['peak_gb']:5.2f} {alone['peak_gb']:5.2f} {row['ratio']:5.2f} "
-            f"{ours['seconds']:7.0f} {alone['seconds']:7.0f} | {f['weights']:.2f} + {f['activations']:.2f}, "
-            f"{COPIES[row['topk']]} x {f['chunk_of_logits']:.2f} -> {f['ours']:5.2f} | "
-            f"{f['textbook']:5.1f}")
+            f"{ours['chunk']:5} | {ours['peak_gb']:5.2f} {alone['peak_gb']:5.2f} "
+            f"{row['ratio']:5.2f} {ours['seconds']:7.0f} {alone['seconds']:7.0f} | "
+            f"{f['weights']:.2f} + {f['activations']:.2f}, {COPIES[row['topk']]} x "
+            f"{f['chunk_of_logits']:.2f} -> {f['ours']:5.2f} | {f['textbook']:5.1f}")
 
 
 # ------------------------------------------------------------------------------------- the command
