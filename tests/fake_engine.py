@@ -118,7 +118,7 @@ class FakeEngine:
         self.tokens = lambda messages: [crc32(w.encode()) % 900 + 100 for m in messages
                                         for w in (m.get("content") or "x").split()]
         self.score = lambda model, ids: [-1.0] * len(ids)  # log-prob of each id but the first
-        self.requests, self.calls, self.cancelled = [], [], []
+        self.requests, self.calls, self.cancelled, self.keys = [], [], [], set()
         self.models, self.paused, self.checksums = {"base": None}, False, {"w": "0"}
         self.open = 0
         handler = type("BoundHandler", (Handler,), {"engine": self})
@@ -223,6 +223,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send(*self.engine.answer(urlsplit(self.path).path, {}, None))
 
     def do_POST(self):
+        self.engine.keys.add(self.headers.get("Authorization"))
         raw, url = self.rfile.read(int(self.headers["Content-Length"] or 0)), urlsplit(self.path)
         body = json.loads(raw) if raw else {}
         if url.path != "/v1/chat/completions":

@@ -501,6 +501,19 @@ def test_b2_constrained_decoding_is_served_and_not_trained(server, engine, asked
         assert not {"tools", "tool_choice", "parallel_tool_calls"} & engine.requests[0].keys()
 
 
+def test_the_policys_key_goes_to_its_engine(make_server, engine, monkeypatch):
+    """POLICY_KEY, for an engine at --policy-url; its URL may be https and have a path."""
+    monkeypatch.setenv("POLICY_KEY", "k-1")
+    server = make_server()
+    assert server.post({"messages": [{"role": "user", "content": "What is rain?"}]})[0] == 200
+    assert engine.keys == {"Bearer k-1"}
+    there = proxy.Connections("https://gate:8443/engine", 5, "k-2")
+    assert there.kind is proxy.http.client.HTTPSConnection and there.netloc == "gate:8443"
+    assert there.path == "/engine/v1/chat/completions"
+    assert there.headers["Authorization"] == "Bearer k-2"
+    assert "Authorization" not in proxy.Connections("http://127.0.0.1:1", 5).headers
+
+
 def test_b3_engine_scores_are_cut_by_lengths(server, engine):
     """Protects: the teacher's log-probs are those of the response, by position, at every length and
     for ids that are 0 or repeat. Once: shifted by one against the student."""
