@@ -418,7 +418,9 @@ class Shape:
 
 
 def shape_of(config):
-    """A model's config as a dict -> Shape. Mixtures of experts count all their experts."""
+    """A model's config as a dict -> Shape. Mixtures of experts count all their experts. KeyError
+    for a family that names its sizes otherwise."""
+    config = config.get("text_config") or config
     h, layers, vocab = (config[k] for k in ("hidden_size", "num_hidden_layers", "vocab_size"))
     heads = config["num_attention_heads"]
     kv = config.get("num_key_value_heads") or heads
@@ -820,7 +822,10 @@ def start(system):
     chosen = {k: getattr(cfg, k) for k in PRESETS[cfg.preset]} | {"teacher": cfg.teacher}
     say(f"run {cfg.run_dir} on {cfg.preset}: " + " ".join(f"{k}={v}" for k, v in chosen.items()))
     if cfg.device != "cpu":
-        check_layout(cfg, shape_of(model_config(cfg.model)), gpu_memory)
+        try:
+            check_layout(cfg, shape_of(model_config(cfg.model)), gpu_memory)
+        except KeyError as error:
+            say(f"  memory is not checked: the model's config has no {error}")
     cfg.engine_url = check_policy(cfg) if cfg.policy_url else start_engine(
         system, "policy engine", cfg.layout["policy"], bool(cfg.lora_rank))
     start_judge_engine(system, cfg.engine_url)
