@@ -451,6 +451,7 @@ def trainer_memory(cfg, s, gpus):
     b = 4 if cfg.engine_dtype == "float32" else 2
     n = max(cfg.token_budget, cfg.max_train_len)  # tokens in the largest micro-batch
     inside = b * (16 * s.hidden + 6 * s.inner)  # what a layer keeps per token for its gradient
+    copies = 5 if cfg.topk else 3  # of a chunk of logits in the backward pass: measured
     kept = (s.layers * b * s.hidden + inside if cfg.gradient_checkpointing else s.layers * inside)
     if cfg.lora_rank:
         weights = {"base": b * s.params / gpus, "adapter, gradients, moments":
@@ -460,7 +461,7 @@ def trainer_memory(cfg, s, gpus):
                    "teacher's copy": b * s.params if cfg.teacher == "trainer" else 0,
                    "products' copies": b * s.params / (1 if gpus == 1 else s.layers)}
     return {k: v / GIB for k, v in weights.items()} | {
-        f"activations of {n:,} tokens": n * kept / GIB, "logits": 3 * 4 * LOGITS / GIB,
+        f"activations of {n:,} tokens": n * kept / GIB, "logits": copies * 4 * LOGITS / GIB,
         "working memory": 1.0}
 
 

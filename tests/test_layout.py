@@ -96,7 +96,7 @@ def test_memory_by_hand():
     assert (s.params, s.adapter) == (348, 128)
     cfg = SimpleNamespace(engine_dtype="bfloat16", max_model_len=50, lora_slots=4, lora_rank=3,
                           token_budget=100, max_train_len=60, gradient_checkpointing=True,
-                          teacher="trainer", cpu_offload=False)
+                          teacher="trainer", cpu_offload=False, topk="")
     assert [round(v * main.GIB) for v in main.engine_memory(cfg, s, 2, 3).values()] == [
         348, 2 * 2 * 2 * 1 * 2 * 50, 2 * 128 * 3 * 4 // 2, 2 * main.GIB]
     mine = main.trainer_memory(cfg, s, 1)
