@@ -481,13 +481,13 @@ class Connections:
     """Idle keep-alive connections to the engine. Only fresh ones are used again: vLLM closes them
     after 5 s of silence. (urllib3's pool does not let go of a request before its first byte.)"""
 
-    def __init__(self, url, timeout, key=None):
-        at = urlsplit(url)
+    def __init__(self, engine, timeout):
+        at = urlsplit(engine.url)
         self.kind = http.client.HTTPSConnection if at.scheme == "https" else \
             http.client.HTTPConnection
         self.netloc, self.timeout = at.netloc, timeout
         self.path = f"{at.path}/v1/chat/completions"
-        self.headers = {"Content-Type": "application/json"} | bearer(key)
+        self.headers = {"Content-Type": "application/json"} | bearer(engine.key)
         self.idle, self.lock = [], threading.Lock()
 
     def take(self):
@@ -913,7 +913,8 @@ class Server:
     def __init__(self, cfg, engine_url, policy, sessions, log, hooks):
         self.cfg, self.policy = cfg, policy
         self.sessions, self.log, self.hooks = sessions, log, hooks
-        self.pool = Connections(engine_url, cfg.request_timeout, os.environ.get("POLICY_KEY"))
+        self.engine = Endpoint(engine_url, "", os.environ.get("POLICY_KEY"))
+        self.pool = Connections(self.engine, cfg.request_timeout)
         self.room = threading.BoundedSemaphore(cfg.max_requests)
         self.requests, self.counting = Counter(ok=0, failed=0, rejected=0), threading.Lock()
         self.told = set()  # sessions that were told once about their sampling

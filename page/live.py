@@ -112,7 +112,7 @@ class Live:
         self.rows = deque(maxlen=ROWS)  # (change, row)
         self.turns = {}  # id -> {brief, change, places: where its events lie}, oldest first
         self.places = threading.BoundedSemaphore(STREAMS)
-        self.words = Words(f"http://{server.pool.netloc}/detokenize")
+        self.words = Words(server.engine)
 
     def read(self):
         """Read both files on. The caller holds the lock."""
@@ -235,8 +235,8 @@ def middle_out(text):
 class Words:
     """The text of token ids, asked of the engine's own tokenizer, once per id."""
 
-    def __init__(self, url):
-        self.url, self.known = url, {}
+    def __init__(self, engine):
+        self.engine, self.known = engine, {}
         self.http = urllib3.PoolManager(retries=False, timeout=2)
 
     def of(self, ids, seconds=3):
@@ -260,7 +260,7 @@ class Words:
                 raise EngineError(504, "too many new tokens for one look")
             if len(self.known) > 50_000:
                 self.known.clear()
-            text = ask_engine(self.http, self.url, {"tokens": ids})["prompt"]
+            text = ask_engine(self.http, self.engine, "/detokenize", {"tokens": ids})["prompt"]
             self.known[key] = second(text) if len(ids) == 2 and ids[0] == ids[1] else text
         return self.known[key]
 

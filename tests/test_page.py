@@ -458,7 +458,7 @@ def test_words_are_the_engines_own(engine):
     is one; an id is asked for once."""
     face = "😀".encode()
     tell_words(engine, {1: b"Hi", 2: b" you", 3: face[:2], 4: face[2:3], 5: face[3:], 6: b"aa"})
-    words = live.Words(f"{engine.url}/detokenize")
+    words = live.Words(proxy.Endpoint(engine.url, ""))
     assert words.of([1, 2, 3, 4, 5, 2, 6]) == ["Hi", " you", "😀", "", "", " you", "aa"]
     asked = len(engine.calls)
     assert words.of([6, 3, 4, 5, 1]) == ["aa", "😀", "", "", "Hi"] and len(engine.calls) == asked
@@ -473,12 +473,12 @@ def test_words_of_tokenizers_that_strip_the_first_space():
 
 def test_words_that_the_engine_does_not_tell(engine):
     """Protects: a turn opens also when the engine is slow, gone or without such a route."""
-    words = live.Words(f"{engine.url}/detokenize")
+    words = live.Words(proxy.Endpoint(engine.url, ""))
     assert words.of([1, 2]) == [None, None]
     tell_words(engine, {1: b"Hi"})
     assert words.of([1, 7, 1]) == ["Hi", None, None]
     assert words.of([1, 2], seconds=-1) == ["Hi", None]  # what is known needs no asking
-    assert live.Words("http://127.0.0.1:9/detokenize").of([1]) == [None]
+    assert live.Words(proxy.Endpoint("http://127.0.0.1:9", "")).of([1]) == [None]
 
 
 @pytest.mark.parametrize("r, distil", [

@@ -507,11 +507,12 @@ def test_the_policys_key_goes_to_its_engine(make_server, engine, monkeypatch):
     server = make_server()
     assert server.post({"messages": [{"role": "user", "content": "What is rain?"}]})[0] == 200
     assert engine.keys == {"Bearer k-1"}
-    there = proxy.Connections("https://gate:8443/engine", 5, "k-2")
+    there = proxy.Connections(proxy.Endpoint("https://gate:8443/engine", "", "k-2"), 5)
     assert there.kind is proxy.http.client.HTTPSConnection and there.netloc == "gate:8443"
     assert there.path == "/engine/v1/chat/completions"
     assert there.headers["Authorization"] == "Bearer k-2"
-    assert "Authorization" not in proxy.Connections("http://127.0.0.1:1", 5).headers
+    alone = proxy.Connections(proxy.Endpoint("http://127.0.0.1:1", ""), 5)
+    assert "Authorization" not in alone.headers
 
 
 def test_b3_engine_scores_are_cut_by_lengths(server, engine):
