@@ -10,6 +10,8 @@ in which requests are held. Each is compared with `copy`, a plain shutil.copyfil
 in the same place (neither is flushed to disk), and with `restart`: the engine ended and started on
 the new weights, until it answers (looked at every 0.5 s). The weights move a little before each
 sync, so that the canary can tell the versions apart; a sync whose canary fails ends the benchmark.
+A user listens all the while: `stream` is the largest time between two pieces of the answer, in the
+sync, and, to compare, in three seconds before it (`still`).
 
 A round takes the full routes in the order A B B A, and two adapters. Sizes: the demo model, and a
 random Llama of --times as many parameters. In float32 by default: there the canary is exact.
@@ -26,6 +28,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -33,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import torch
+import urllib3
 from bench_canary import Line
 
 import main
@@ -49,7 +53,7 @@ from sync import (
     wait_ready,
 )
 
-GB, SHM = 1 << 30, Path("/dev/shm")
+GB, SHM, STILL = 1 << 30, Path("/dev/shm"), 3.0
 
 
 class Failed(Exception):
@@ -143,9 +147,57 @@ def nudge(trainer):
     trainer.step += 1
 
 
-def push(service, route):
+class Listener:
+    """A user with an open stream of the base model: one long answer after another."""
+
+    def __init__(self, url):
+        self.url, self.over, self.failure = url, False, None
+        self.last, self.gap = None, 0.0  # when the last piece came; the largest time between two
+        self.thread = threading.Thread(target=self.listen)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.over = True
+        self.thread.join()
+
+    def listen(self):
+        body = {"model": BASE, "messages": [{"role": "user", "content": "Tell me a long story."}],
+                "stream": True, "max_tokens": 900, "ignore_eos": True}
+        try:
+            while not self.over:
+                answer = urllib3.request("POST", f"{self.url}/v1/chat/completions", json=body,
+                                         preload_content=False, retries=False, timeout=600)
+                if answer.status != 200:
+                    raise Failed(f"the open stream was answered {answer.status}")
+                for _ in answer.stream():
+                    now = time.monotonic()
+                    self.gap = max(self.gap, now - (self.last or now))
+                    self.last = now
+                    if self.over:
+                        break
+                self.last = None
+                answer.close()  # the engine stops
+        except (Failed, urllib3.exceptions.HTTPError) as error:
+            self.failure = error
+
+    def largest(self):
+        """-> seconds, since it was asked last; a silence that lasts counts too"""
+        if self.failure:
+            raise Failed(f"the open stream: {self.failure}")
+        now = time.monotonic()
+        gap, self.gap = max(self.gap, now - (self.last or now)), 0.0
+        return gap
+
+
+def push(service, route, listener):
     """One sync by a route -> its figures."""
     nudge(service.trainer)
+    listener.largest()
+    time.sleep(STILL)
+    still = listener.largest()
     # as for an engine on another machine, which does not see our memory
     service.cfg.policy_url = "elsewhere" if route == "full-dir" else ""
     start = time.monotonic()
@@ -155,7 +207,8 @@ def push(service, route):
     size = done.get("bytes") or sum(f.stat().st_size for f in Path(
         service.sync.folders[-1]).glob("*.safetensors"))
     return {"total_s": total, "pause_s": done["pause_s"], "bytes": size,
-            "canary": done["canary"], "logp_gap": done["logp_gap"]}
+            "stream_s": listener.largest(), "still_s": still, "canary": done["canary"],
+            "logp_gap": done["logp_gap"]}
 
 
 def weight_bytes(trainer):
@@ -187,7 +240,8 @@ def measure(service, rounds):
     for i in range(rounds):
         for route in ["lora"] * 2 if service.cfg.lora_rank else order:
             print(f"{route}: round {i + 1} of {rounds}", file=sys.stderr)
-            row = push(service, route)
+            with Listener(service.cfg.engine_url) as listener:
+                row = push(service, route, listener)
             row["copy_s"] = copy(row["bytes"], SHM if route == "full-shm" else run_dir)
             out.setdefault(route, []).append(row)
     return out
@@ -219,9 +273,10 @@ def summary(rows, restart_s):
     size = rows[0]["bytes"] / GB
     out = {"gib": size, "syncs": len(rows), "canary": sorted({r["canary"] for r in rows}),
            "logp_gap_max": max(r["logp_gap"] for r in rows)}
-    for key in ("total_s", "pause_s", "copy_s"):
+    for key in ("total_s", "pause_s", "copy_s", "stream_s", "still_s"):
         out[key] = spread([r[key] for r in rows])
-        out[f"{key}_per_gib"] = out[key]["median"] / size
+    out["pause_s_per_gib"] = out["pause_s"]["median"] / size
+    out["pause_over_copy"] = spread([r["pause_s"] / r["copy_s"] for r in rows])
     out["total_over_copy"] = spread([r["total_s"] / r["copy_s"] for r in rows])
     out["pause_over_restart"] = spread([r["pause_s"] / restart_s for r in rows])
     out["total_over_restart"] = spread([r["total_s"] / restart_s for r in rows])
@@ -255,20 +310,21 @@ def bench(model, args, folder):
 
 
 def show(results):
-    titles = ("GiB", "pause s", "total s", "pause/GiB", "total/GiB", "copy s", "total/copy",
-              "total/restart")
-    print(f"{'':18}" + "".join(f"{t:>14}" for t in titles))
+    titles = ("GiB", "pause s", "pause/GiB", "copy s", "pause/copy", "total s", "total/restart",
+              "stream s", "still s")
+    print(f"{'':12}" + "".join(f"{t:>14}" for t in titles))
     for one in results:
         print(f"{one['model']}: {one['parameters'] / 1e6:.0f}M parameters; restart "
               f"{one['restart_s']:.1f} s")
         for route, row in one["routes"].items():
-            print(f"  {route:16}" + "".join(f"{x:14.3f}" for x in (
-                row["gib"], row["pause_s"]["median"], row["total_s"]["median"],
-                row["pause_s_per_gib"], row["total_s_per_gib"], row["copy_s"]["median"],
-                row["total_over_copy"]["median"], row["total_over_restart"]["median"])))
+            print(f"  {route:10}" + "".join(f"{x:14.3f}" for x in (
+                row["gib"], row["pause_s"]["median"], row["pause_s_per_gib"],
+                row["copy_s"]["median"], row["pause_over_copy"]["median"],
+                row["total_s"]["median"], row["total_over_restart"]["median"],
+                row["stream_s"]["max"], row["still_s"]["max"])))
             ranges = ", ".join(f"{k[:-2]} {row[k]['min']:.3f} to {row[k]['max']:.3f} s"
                                for k in ("pause_s", "total_s", "copy_s"))
-            print(f"{'':18}{row['syncs']} syncs: {ranges}; canary {', '.join(row['canary'])}, gap "
+            print(f"{'':12}{row['syncs']} syncs: {ranges}; canary {', '.join(row['canary'])}, gap "
                   f"at most {row['logp_gap_max']:.1e}")
 
 

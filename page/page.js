@@ -221,7 +221,7 @@ function plotOf(chart, data) {
     cursor: { y: false, drag: { x: false, y: false }, sync: { key: "step" } },
     scales: { x: { time: false, range: (u, a, b) => (a === b ? [a - 1, b + 1] : [a, b]) },
               y: { range: (u, min, max) => [low, top(max)] } },
-    axes: [{ ...axis, size: size * 1.35, space: size * 3, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000] },
+    axes: [{ ...axis, size: size * 1.45, gap: 10, space: size * 3, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000] },
            { ...axis, size: size * (chart.digits > 2 ? 2.9 : 2.5), space: size * 1.7 }],
     series: [{}, ...Object.keys(chart.keys).map((_, i) => ({
       stroke: style(`--series-${i}`), width: 3, dash: DASHES[i], spanGaps: true,

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, say
 from test_trainer import difference, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -201,11 +201,14 @@ class Words:
 
 
 @pytest.mark.parametrize("rank", [8, 0])
-def test_every_route_is_measured(tmp_path, rank, capsys):
+def test_every_route_is_measured(tmp_path, rank, capsys, monkeypatch):
     """Against a fake engine that scores with the trainer's own weights: each sync comes with a copy
-    of the same bytes and a canary that saw it, full weights by both ways; nothing stays behind."""
+    of the same bytes, an open stream and a canary that saw it, full weights by both ways; nothing
+    stays behind."""
     tiny().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(bench_sync, "STILL", 0.3)
     with FakeEngine() as engine:
+        engine.script = lambda body: [x for step in say("a b c d e")[:-1] for x in (step, 0.05)]
         cfg = config(str(tmp_path / "model"), lora_rank=rank, engine_url=engine.url, lora_slots=2,
                      run_dir=str(tmp_path), resume="")
         own, kept = trainer.Trainer(cfg), []  # version 0, until there is a service
@@ -221,11 +224,12 @@ def test_every_route_is_measured(tmp_path, rank, capsys):
         for row in syncs:
             assert row["canary"] == "ok" and row["total_s"] > row["pause_s"]
             assert (row["pause_s"] > 0) == (not rank) and row["copy_s"] > 0
+            assert row["still_s"] > 0.04 and row["stream_s"] >= 0
         assert len({row["bytes"] for row in syncs}) == 1
     told = {route: bench_sync.summary(syncs, restart_s) for route, syncs in rows.items()}
     for one in told.values():
         assert one["total_s"]["min"] <= one["total_s"]["median"] <= one["total_s"]["max"]
-        assert one["syncs"] == 4 and one["total_s_per_gib"] > 0
+        assert one["syncs"] == 4 and one["pause_over_copy"]["max"] >= 0
     bench_sync.show([{"model": "tiny", "parameters": 1, "restart_s": restart_s, "routes": told}])
     printed = capsys.readouterr().out
     assert all(f"  {route} " in printed for route in told)
