@@ -1066,6 +1066,7 @@ def finish(system):
         "trained": log.fates["trained"],
         "dropped": {k: n for k, n in sorted(log.fates.items()) if k != "trained"},
         "held_out": users.get("held_out"), "sessions_to_three": users.get("sessions_to_three"),
+        "drift": users.get("drift"),
         "requests": requests,
         "reward_first3": mean(rewards[:3]), "reward_last3": mean(rewards[-3:]),
         "sync_s_median": median([r["sync_s"] for r in rows if r["sync_s"]]),

@@ -282,6 +282,19 @@ def warm_up(turns, device):
     return turns if device == "cuda" else sorted(turns, key=size)[:2]
 
 
+def unmeasured(way, turns):
+    """A step at learning rate 0. Adam's first step moves every weight by the sign of its gradient,
+    and where that is only rounding the ways would have gone apart before they are compared."""
+    optimiser = getattr(way, "optimiser", None)  # TRL makes its own
+    groups = optimiser.param_groups if optimiser else []
+    kept = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = 0.0
+    way.train([dict(t) for t in turns])
+    for group, lr in zip(groups, kept, strict=True):
+        group["lr"] = lr
+
+
 def measure(job):
     """Model, an unmeasured step, a measured one -> figures."""
     import torch
@@ -292,7 +305,7 @@ def measure(job):
     random_models(cfg.device)
     make = WAYS.get(job["way"]) or importlib.import_module("trl_step").Trl
     way = make(cfg, job["micro"])
-    way.train([dict(t) for t in warm_up(turns, cfg.device)])
+    unmeasured(way, warm_up(turns, cfg.device))
     rest = torch.cuda.memory_allocated() / GB if cfg.device == "cuda" else rss_gb()
     forget_peak(cfg.device)
     figures = timed(way, turns, cfg.device)
@@ -434,7 +447,7 @@ def run(args):
     import main
 
     args.device = args.device or ("cuda" if main.visible_gpus() else "cpu")
-    args.against = args.against + ["trl"] * bool(args.trl)
+    args.against = list(dict.fromkeys(args.against + ["trl"] * bool(args.trl)))
     if unknown := set(args.against) - {*WAYS, "trl"} | {"ours"} & set(args.against):
         raise Failed(f"--against {','.join(unknown)}: textbook or budget")
     longest = min(main.PRESETS["gpu-lora" if args.device == "cuda" else "cpu"]["max_train_len"],

@@ -1,6 +1,6 @@
 """A grid of runs over any flags and seeds, with a table and a figure at the end.
 
-A grid is a small YAML file (six stand in examples/grids/):
+A grid is a small YAML file (nine stand in examples/grids/):
 
     name: signals
     question: which signal learns?                # the caption of table and figure

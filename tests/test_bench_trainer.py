@@ -68,6 +68,19 @@ def test_ours_and_the_textbook_give_the_same_gradient(rank, checkpointing):
         assert max(difference(other[n], g) for n, g in grads.items()) < 1e-5
 
 
+def test_the_unmeasured_step_moves_nothing():
+    """What is compared after it starts from the same weights; the step after it does move them."""
+    turns = bench_trainer.make_turns(3, 20, 6, 100, 64)
+    for make in (trainer.Trainer, lambda cfg: bench_trainer.Textbook(cfg, 2)):
+        way = make(config(lora_rank=0, lr=0.1))
+        lm = way.lm if hasattr(way, "lm") else way.policy.lm
+        before = [p.detach().clone() for p in lm.parameters()]
+        bench_trainer.unmeasured(way, turns)
+        assert all(map(torch.equal, before, lm.parameters()))
+        way.train(turns)
+        assert not any(map(torch.equal, before, lm.parameters()))
+
+
 def test_turns_are_spread_and_the_same_each_time():
     """Lengths vary around their means and stay within what is trained; a seed gives the same
     turns."""
