@@ -26,7 +26,6 @@ import os
 import shutil
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from multiprocessing.managers import BaseManager
 from pathlib import Path
@@ -757,7 +756,7 @@ class Service:
         # gloo: an idle NCCL broadcast keeps the GPUs busy
         self.group = torch.distributed.new_group(backend="gloo") if many else None
         self.prompts, self.replies = canary_ids(tokenizer)
-        self.http = urllib3.PoolManager(retries=False, maxsize=len(CANARY),
+        self.http = urllib3.PoolManager(retries=False,
                                         timeout=urllib3.Timeout(connect=10, read=300))
         self.sync = Sync(cfg, cfg.engine_url, queue, self.engine_canary)
         self.blocked = None  # since when all adapter slots have been in use
@@ -770,12 +769,11 @@ class Service:
         return box[0]
 
     def engine_canary(self, name):
-        """The engine's canary log-probs under one of its model names."""
-        with ThreadPoolExecutor(len(self.prompts)) as pool:  # at once: one step of the engine
-            engine = policy_engine(self.cfg, name)
-            scored = pool.map(lambda p, r: engine_logp(self.http, engine, p, r), self.prompts,
-                              self.replies)
-            return [x for logp in scored for x in logp]
+        """The engine's canary log-probs under one of its model names. One text after another:
+        users' streams wait for a text, not for all four."""
+        engine = policy_engine(self.cfg, name)
+        return [x for p, r in zip(self.prompts, self.replies, strict=True)
+                for x in engine_logp(self.http, engine, p, r)]
 
     def trainer_canary(self):
         """The same under the trainer's current weights, about 90 tokens."""
