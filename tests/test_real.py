@@ -16,11 +16,13 @@ from types import SimpleNamespace
 import openai
 import psutil
 import pytest
+import test_browser
 import test_fsdp
 import torch
 import urllib3
 from conftest import Proxy, config
 from safetensors.torch import load_file
+from test_browser import browser, look  # noqa: F401 - fixtures
 
 import main
 import proxy
@@ -210,6 +212,42 @@ def test_kill_9_and_resume(engine, tmp_path):
     kept = [e["turn"] for e in events if e["event"] == "fate" and e["fate"] == "trained"]
     assert len(kept) == len(set(kept)) and all(t.fate for t in turns.values())
     assert engine.child.alive()
+
+
+def test_a_live_run_on_the_page(engine, tmp_path, look):  # noqa: F811
+    """Three talks in the chat box, one judged by what is said next, one by a thumb: they stand in
+    turns.jsonl, the step that trains them is drawn as it comes, and its turns are shaded."""
+    process, port = start_main(
+        tmp_path, "--mode", "combine", "--batch-size", "2", "--max-tokens", "24", "--policy-url",
+        engine.url, "--engine-dtype", "float32", "--max-model-len", "1024", "--lora-slots", "2")
+    try:
+        wait_for(lambda: "ready:" in screen(tmp_path), 240, "the start")
+        path = tmp_path / "run" / "turns.jsonl"
+        page = look(SimpleNamespace(cfg=SimpleNamespace(port=port), path=path,
+                                    turns=lambda: list(proxy.load_turns(path).values())))
+        assert page.count("#charts .empty") == 6
+        said = test_browser.sent(page, "What is rain?")
+        test_browser.sent(page, "Too long. Answer in one short sentence.")
+        page.click("#new")
+        liked = test_browser.sent(page, "What is snow?")
+        page.click("#log .after button:nth-of-type(2)")
+        wait_for(lambda: page.js("document.querySelector('#train').textContent.includes('step 1')"),
+                 240, "a step on the page")
+        page.until("document.querySelectorAll('#charts canvas').length >= 4")
+        page.says("#charts figure", "-1.00")
+        assert test_browser.events(page.server, "feedback") == [(liked, {"score": -1})]
+        turns = proxy.load_turns(path)
+        assert [turns[x].fate for x in (said, liked)] == ["trained"] * 2 and turns[said].hint
+        for turn in (said, liked):
+            box = test_browser.opened(page, turn)
+            page.there(f"{box} .scale")
+            found = test_browser.shades(page, box)
+            assert len(found) == len(turns[turn].response_ids) and any(found)
+        assert not page.problems()
+        page.expected = "ERR_"  # its server goes now
+    finally:
+        process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == 0
 
 
 @contextlib.contextmanager
