@@ -198,7 +198,9 @@ def test_kill_9_and_resume(engine, tmp_path):
         first.append((reply.id, step))
         with talking(port):
             wait_for(lambda at=step, port=port: main_health(port)["updates"] > at, 240, "a step")
-            if end == "of main":
+            if end == "in order":  # a step's row comes after its sync
+                wait_for(lambda at=step: steps_of(line)[-1] > at, 60, "its row")
+            else:
                 everything = family(process)
                 process.kill()
                 wait_for(lambda all=everything: all_gone(all), 10, "the end of all")
@@ -206,12 +208,17 @@ def test_kill_9_and_resume(engine, tmp_path):
         process.wait(timeout=60)
     turns = turns_of()
     assert all(turns[i].version_start == step for i, step in first)
-    steps = [json.loads(x)["step"] for x in line.read_text().splitlines()]
+    steps = steps_of(line)
     assert steps == sorted(set(steps)) and steps[-1] > first[1][1]  # a row may be lost, not twice
     events = [json.loads(x) for x in (run / "turns.jsonl").read_text().splitlines()]
     kept = [e["turn"] for e in events if e["event"] == "fate" and e["fate"] == "trained"]
     assert len(kept) == len(set(kept)) and all(t.fate for t in turns.values())
     assert engine.child.alive()
+
+
+def steps_of(metrics):
+    return [json.loads(x)["step"] for x in metrics.read_text().splitlines(keepends=True)
+            if x.endswith("\n")]
 
 
 def test_a_live_run_on_the_page(engine, tmp_path, look):  # noqa: F811
