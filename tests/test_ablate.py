@@ -321,7 +321,7 @@ def test_mistakes_in_the_file_are_one_sentence(lab, capsys, text, words):
 @pytest.mark.parametrize(("knobs", "words"), [
     ({"simulate": "concise", "stepz": 3}, "unrecognized arguments: --stepz 3"),
     ({"simulate": "concise", "lr": "fast"}, "--lr: invalid float value"),
-    ({"simulate": "concise", "steps": 1, "batch_size": 0}, "--batch-size must be at least 1"),
+    ({"simulate": "concise", "steps": 1, "batch_size": 0}, "--batch-size 0 must be above 0"),
     ({"simulate": "concise", "steps": 1, "model": "/nowhere"}, "no config.json there"),
     ({"simulate": "concise"}, "--simulate needs an end"), ({"steps": 3}, "simulate is missing")])
 def test_what_main_refuses_is_said_before_the_first_cell(lab, capsys, knobs, words):

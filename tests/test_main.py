@@ -42,7 +42,17 @@ def test_parsers_by_model_family(model, tool, reasoning):
 
 @pytest.mark.parametrize(("flags", "words"), [
     (["--temperature", "0"], "above 0"),
-    (["--batch-size", "0"], "at least 1"),
+    (["--batch-size", "0"], "above 0"),
+    (["--judge-threads", "0"], "--judge-threads 0 must be above 0"),
+    (["--users", "0"], "above 0"),
+    (["--votes", "-1"], "negative"),
+    (["--max-staleness", "-2"], "negative"),
+    (["--sync-every", "0"], "above 0"),
+    (["--lr", "inf"], "finite"),
+    (["--w-rl", "nan"], "finite"),
+    (["--steps", "auto"], "finite"),
+    (["--port", "70000"], "65536"),
+    (["--gpu-share", "2"], "at most 1"),
     (["--max-tokens", "4096"], "must be below"),
     (["--schedule", "lifo"], "not one of"),
     (["--schedule", "windowed", "--window", "8"], "at least --batch-size 16"),
@@ -66,6 +76,14 @@ def test_parsers_by_model_family(model, tool, reasoning):
 def test_wrong_settings_are_refused_with_a_sentence(flags, words):
     with pytest.raises(Problem, match=words):
         parse(flags)
+
+
+@pytest.mark.parametrize("name", sorted(main.MAY_BE_0))
+def test_numbers_that_may_be_0(name):
+    """And every one of them is a number of Config."""
+    flags = ["--teacher", "trainer", "--sync-every", "1"]
+    assert getattr(parse([*flags, "--" + name.replace("_", "-"), "0"]), name) == 0
+    assert parse(["--max-staleness", "-1"]).max_staleness == -1
 
 
 def test_keys_are_never_written(tmp_path, monkeypatch):
