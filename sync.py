@@ -275,7 +275,7 @@ class Sync:
         self.e_0 = self.score(BASE)
         self.base_gap = mean_abs(self.e_0, t_0)
         limit = 1e-3 if self.exact else 0.15
-        if self.base_gap > limit:
+        if not self.base_gap <= limit:  # also where it is no number
             raise SyncError(f"engine and trainer disagree on the untouched model: "
                             f"logp_gap {self.base_gap:.4f} is above {limit}; same weights, dtype, "
                             "tokenizer? (An engine at --policy-url whose full weights another run "

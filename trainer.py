@@ -462,10 +462,13 @@ class Trainer:
             last = k + world >= len(parts)
             with contextlib.nullcontext() if last else self.acc.no_sync(self.model):
                 self.micro(parts[k], stats, dummy=k >= real)
-        grad_norm = self.acc.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm)
+        grad_norm = float(self.acc.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm))
+        if not math.isfinite(grad_norm):  # before it is in the weights and in a checkpoint
+            sys.exit(f"trainer: Error: the gradient of update {self.step + 1} is {grad_norm}; no "
+                     "weight was changed (a smaller --lr? a row of --extra?)")
         self.optimiser.step()
         self.step += 1
-        return float(grad_norm)
+        return grad_norm
 
     def micro(self, turns, stats, dummy):
         """Forward, loss and backward of one micro-batch; a dummy one has loss 0."""

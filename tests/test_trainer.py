@@ -361,6 +361,19 @@ def test_score_0_has_no_gradient(folders):
 
 
 @pytest.mark.parametrize("rank", [0, 8])
+def test_a_gradient_that_is_no_number_ends_the_run(folders, rank, monkeypatch):
+    """Before it is in the weights: a checkpoint that was saved with them could not be resumed."""
+    step = make_trainer(config(folders[False], lora_rank=rank))
+    turns = make_turns(3, r=1, distil=False)
+    before = {n: x.clone() for n, x in step.state().items()}
+    monkeypatch.setitem(T.LOSSES, "ppo", lambda logp, *args: (logp * math.nan, logp > 0))
+    with pytest.raises(SystemExit, match="the gradient of update 1 is nan"):
+        step.train(turns)
+    after = step.state()
+    assert step.step == 0 and all(torch.equal(after[n], before[n]) for n in before)
+
+
+@pytest.mark.parametrize("rank", [0, 8])
 def test_teacher_is_the_untouched_base(folders, rank):
     """With the adapter off, or as a frozen copy, the teacher is the base model under the hinted
     prompt, also after a step; the student is not it, and the adapter is on again afterwards."""
