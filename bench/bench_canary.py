@@ -1,12 +1,14 @@
-"""How often is the canary right in bfloat16? (sync.canary_verdict)
+"""How often is the canary right in bfloat16? (sync.Sync.verify)
 
 Takes real updates on the turns of a recorded run, loads every version into a real engine and asks
-the rule three times: about the right version, about the previous one (stale) and about the base
-model (the adapter was ignored). The first must pass, the others must be suspicious.
+the rule about engines that serve: the right version, always the one before (stale), the third for
+ever (stuck), the base model (the adapter was ignored). The first must pass; the others must be
+suspicious as soon as that can be seen, and two suspicions in a row stop a run.
 
-    python bench/bench_canary.py runs/MINE [--steps 8] [--json FILE]
+    python bench/bench_canary.py runs/MINE [--steps 8] [--lr 4e-4] [--json FILE]
 """
 import argparse
+import copy
 import json
 import sys
 import tempfile
@@ -20,7 +22,16 @@ import main
 import proxy
 import trainer as trainer_module
 from judge import SampleQueue
-from sync import BASE, Child, canary_verdict, engine_command, engine_env, free_port, wait_ready
+from sync import (
+    BASE,
+    Child,
+    SyncError,
+    engine_command,
+    engine_env,
+    free_port,
+    mean_abs,
+    wait_ready,
+)
 
 
 class Line:
@@ -44,6 +55,16 @@ def batches(run_dir, steps, size):
         yield [asdict(turns[(k * size + i) % len(turns)]) for i in range(size)]
 
 
+def asked(sync, t_new, e_new):
+    """One case's canary on these log-probs -> its verdict; 'STOPPED' where a run would end."""
+    sync.score = lambda name: e_new
+    try:
+        return sync.verify("", t_new)[0]
+    except SyncError:
+        sync.suspicions, sync.t_seen = 0, t_new
+        return "STOPPED"
+
+
 def measure(cfg, run_dir, folder, steps):
     """-> {case: Counter of verdicts}, base gap."""
     from transformers import AutoTokenizer
@@ -51,22 +72,26 @@ def measure(cfg, run_dir, folder, steps):
     trainer = trainer_module.Trainer(cfg)
     service = trainer_module.Service(cfg, trainer, Line(), AutoTokenizer.from_pretrained(cfg.model))
     service.start()
-    sync, counts = service.sync, {"right": Counter(), "stale": Counter(), "no adapter": Counter()}
-    t_old = t_0 = sync.t_0
-    e_old = e_0 = sync.e_0
+    sync, engine = service.sync, [service.sync.e_0]  # what the engine says, by version
+    cases = {"right": lambda: engine[-1], "stale": lambda: engine[-2],
+             "stuck": lambda: engine[min(len(engine) - 1, 3)], "no adapter": lambda: engine[0]}
+    syncs = {case: copy.copy(sync) for case in cases}
+    counts = {case: Counter() for case in cases}
     for turns in batches(run_dir, steps, cfg.batch_size):
         trainer.train(turns)
         path, name = folder / f"v{trainer.step}", f"v{trainer.step}"
         trainer.save_adapter(path)
         sync.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
-        t_new, e_new = service.trainer_canary(), service.engine_canary(name)
-        for case, e in (("right", e_new), ("stale", e_old), ("no adapter", e_0)):
-            verdict, gap = canary_verdict(t_old, t_new, t_0, e, e_0, sync.base_gap, sync.exact)
+        t_new = service.trainer_canary()
+        engine.append(service.engine_canary(name))
+        sync.call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        said = {case: asked(syncs[case], t_new, e()) for case, e in cases.items()}
+        for case, verdict in said.items():
             counts[case][verdict] += 1
-            print(f"step {trainer.step} {case:>10}: {verdict}, gap {gap:.4f}", flush=True)
-        if trainer.step > 1:
-            sync.call("POST", "/v1/unload_lora_adapter", {"lora_name": f"v{trainer.step - 1}"})
-        t_old, e_old = t_new, e_new
+        print(f"step {trainer.step}: trainer moved {mean_abs(t_new, sync.t_old):.4f}, gap "
+              f"{mean_abs(engine[-1], t_new):.4f}, " + ", ".join(map(": ".join, said.items())),
+              flush=True)
+        sync.t_old = t_new
     return counts, sync.base_gap
 
 
@@ -74,10 +99,11 @@ def run():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--lr", default="2e-4")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-canary-"))
-    cfg = main.parse(["--run-dir", str(folder)])
+    cfg = main.parse(["--run-dir", str(folder), "--lr", args.lr, "--batch-size", "8"])
     cfg.engine_url = f"http://127.0.0.1:{(port := free_port())}"
     child = Child("engine", engine_command(cfg, cfg.model, port, True), folder / "log",
                   env=engine_env(cfg), cores=cfg.engine_cores)
