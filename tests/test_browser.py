@@ -149,7 +149,15 @@ class Page:
         return self.js(f"document.querySelectorAll({json.dumps(selector)}).length")
 
     def place(self, selector):
-        """Scroll there -> a point of the element that nothing covers."""
+        """Scroll there -> a point of the element that nothing covers and that no longer moves."""
+        before, at, end = None, self.point_in(selector), time.monotonic() + PATIENCE
+        while at != before:
+            assert time.monotonic() < end, f"{selector} does not come to rest"
+            time.sleep(0.05)  # two or three frames
+            before, at = at, self.point_in(selector)
+        return at
+
+    def point_in(self, selector):
         return self.until(f"""(() => {{
             const node = document.querySelector({json.dumps(selector)});
             node?.scrollIntoView({{ block: "center" }});
@@ -274,8 +282,11 @@ def judged(server, turn, hint="", **found):
 
 def opened(page, turn_id):
     """Click on a turn in the list -> the selector of what opens."""
-    box = f"#detail-{turn_id}"
-    page.click(f"[aria-controls=detail-{turn_id}]")
+    box, row = f"#detail-{turn_id}", f"[aria-controls=detail-{turn_id}]"
+    for _ in range(5):  # the list may move away from under the mouse
+        page.click(row)
+        if page.js(f"document.querySelector('{row}').ariaExpanded") == "true":
+            break
     page.until(f"document.querySelector('{box}').childElementCount")
     return box
 
