@@ -242,10 +242,15 @@ def recorded_config(run_dir):
         raise Problem(f"--resume {run_dir}: no config.json there")
     old = json.loads(path.read_text())
     old |= {"run_dir": str(Path(run_dir).resolve()), "resume": run_dir}
-    for role in ("judge", "teacher"):
-        if old.get(f"{role}_is_ours", role == "teacher"):  # the address of an engine that is gone
-            old |= {f"{role}_url": "", f"{role}_model": ""}
+    forget_engines(old)
     return {f.name: old[f.name] for f in fields(Config) if f.name in old}
+
+
+def forget_engines(old):
+    """Take the addresses of engines that have ended with their run out of its config (a dict)."""
+    for role in ("judge", "teacher"):
+        if old.get(f"{role}_is_ours", role == "teacher"):
+            old |= {f"{role}_url": "", f"{role}_model": ""}
 
 
 def or_auto(kind):

@@ -36,7 +36,17 @@ import urllib3
 from accelerate import Accelerator
 
 from judge import HINT_CHOICE
-from main import AUTO, LOGITS, Config, Problem, fill_tis_cap, say, step_of, validate
+from main import (
+    AUTO,
+    LOGITS,
+    Config,
+    Problem,
+    fill_tis_cap,
+    forget_engines,
+    say,
+    step_of,
+    validate,
+)
 from proxy import engine_logp, judged_numbers, load_turns, policy_engine, strip_wrappers
 from sync import BASE, LORA_TARGETS, Sync, SyncError, check_names, load_extra, write
 
@@ -896,6 +906,7 @@ def replay_config(argv):
     if not path.is_file() or not (path.parent / "config.json").is_file():
         sys.exit(f"trainer: --replay {path}: no such file, or no config.json beside it")
     cfg = load_config(path.parent)
+    forget_engines(vars(cfg))
     cfg.run_dir = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-replay"
     cfg.recorded_updates = cfg.updates_per_batch
     knobs = {f.name: f for f in fields(Config)}

@@ -101,6 +101,8 @@ def test_two_updates_end_to_end(tmp_path, rank):
     assert not list(Path("/dev/shm").glob("nano-openclaw-*"))
     kept = run / ("adapters/v2/adapter_config.json" if rank else "weights/v2/config.json")
     assert kept.exists()
+    again = ["--replay", str(run / "turns.jsonl"), "--run-dir", str(tmp_path / "again")]
+    assert trainer_module.replay_config(again).lora_rank == rank  # its config can be replayed
 
 
 # ------------------------------------------------------------ clients, Ctrl-C, kill -9, refusals

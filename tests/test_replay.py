@@ -22,6 +22,7 @@ def recorded(tmp_path_factory):
     run = tmp_path_factory.mktemp("recorded")
     cfg = main.parse(["--run-dir", str(run), "--engine-dtype", "float32", "--lr", "1e-3"])
     cfg.engine_url = "http://127.0.0.1:9"
+    main.start_judge_engine(SimpleNamespace(cfg=cfg), cfg.engine_url)  # addresses, as in a run
     main.write_config(cfg)
     log = TurnLog(run / "turns.jsonl")
     for i in range(5):
