@@ -782,11 +782,14 @@ def check_policy(cfg):
     models = {m["id"]: m for m in asked("GET", f"{url}/v1/models", key)["data"]}
     window = models.get(BASE, {}).get("max_model_len")
     needed = {"/tokenize", *(LORA_PATHS if cfg.lora_rank else SWAP_PATHS)}
+    if cfg.device == "cpu":
+        needed.add("/collective_rpc")  # sync.OnCpu
     lacking = needed - asked("GET", f"{url}/openapi.json", key)["paths"].keys()
     if window != cfg.max_model_len or lacking:
         command = engine_command(cfg, cfg.model, 8000, bool(cfg.lora_rank))
         command += ENGINE_FLAGS
-        env = [f"{k}={v}" for k, v in engine_env(cfg).items() if k.startswith("VLLM")]
+        env = [f"{k}={v}" for k, v in engine_env(cfg).items()
+               if k.startswith(("VLLM", "PYTHONPATH"))]
         raise Problem(f"--policy-url {url} serves {', '.join(models)} (window of '{BASE}': "
                       f"{window}) and lacks {', '.join(sorted(lacking)) or 'no route'}; needed is "
                       f"'{BASE}' with a window of {cfg.max_model_len}. On its machine, where no "

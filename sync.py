@@ -146,19 +146,44 @@ def engine_command(cfg, model, port, lora, devices=1):
                     # KEEP: without this LoRA covers the lm_head, and prompt_logprobs kills vLLM
                     "--lora-target-modules", *LORA_TARGETS]
     if cfg.device == "cpu":
-        command += ["--enforce-eager", "--worker-extension-cls", "sync.TiedHead"]
+        command += ["--enforce-eager", "--worker-extension-cls", "sync.OnCpu"]
     else:
         command += ["--tensor-parallel-size", devices, "--gpu-memory-utilization", cfg.gpu_share]
     return [str(c) for c in command]
 
 
-class TiedHead:
-    """Added to vLLM's workers on CPU, which pack the lm_head's weights once: where they are tied to
-    the embedding, reload_weights leaves the old packed copy in use (the canary found it)."""
+class OnCpu:
+    """Added to vLLM's workers on CPU, called over /collective_rpc: mends for vLLM 0.32."""
 
     def repack_tied_head(self):
+        """The lm_head's weights are packed once: where they are tied to the embedding,
+        reload_weights leaves the old packed copy in use (the canary found it)."""
         head = self.model_runner.model.lm_head
         head.quant_method.process_weights_after_loading(head)
+
+    def mend_lora(self):
+        """vLLM copies the adapter's matrices once per token, which is slow. And its slot for "no
+        adapter", -1, is the last slot as an index: a base model's tokens get that one's adapter
+        when they share a step with an adapter's (vLLM pull request 48421). So: one product for all
+        tokens of a slot, none for -1."""
+        import torch
+        from vllm.lora.punica_wrapper import punica_cpu
+
+        def per_slot(lengths, slots):
+            """Runs of tokens -> (their rows, the slot), each slot once."""
+            each = torch.repeat_interleave(slots, lengths)
+            for slot in set(slots.tolist()) - {-1}:
+                yield (slice(None) if len(slots) == 1 else each == slot), slot
+
+        def shrink(x, a, y, _starts, lengths, slots, _batches, _longest, _tokens, scale):
+            for rows, slot in per_slot(lengths, slots):
+                y[rows] = scale * (x[rows].to(y.dtype) @ a[slot, 0].to(y.dtype).T)
+
+        def expand(x, b, y, _starts, lengths, slots, _batches, _longest, _tokens, at, width, _add):
+            for rows, slot in per_slot(lengths, slots):
+                y[rows, at:at + width] += x[rows].to(y.dtype) @ b[slot, 0].T
+
+        punica_cpu.sgmv_shrink, punica_cpu.sgmv_expand_slice = shrink, expand
 
 
 def engine_env(cfg, gpus=""):
@@ -271,6 +296,8 @@ class Sync:
     def start(self, t_0):
         """Version 0, before the first user: engine and trainer must agree on the untouched model.
         Catches a wrong dtype, rope or tokeniser. Returns the base gap."""
+        if self.cfg.device == "cpu" and self.cfg.lora_rank:
+            self.call("POST", "/collective_rpc", {"method": "mend_lora"})
         for name in self.listed():  # of a run that ended: an engine at --policy-url outlives it
             if name != BASE:
                 self.call("POST", "/v1/unload_lora_adapter", {"lora_name": name})

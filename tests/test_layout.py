@@ -203,16 +203,19 @@ def routes(*paths):
     return 200, {"paths": {p: {} for p in ("/tokenize", *paths)}}
 
 
+LORA = (*main.LORA_PATHS, "/collective_rpc")  # the last for sync.OnCpu
+
+
 @pytest.mark.parametrize(("answers", "flags", "words"), [
-    (dict(v1__models=models(), **{"openapi.json": routes(*main.LORA_PATHS)}), [], None),
+    (dict(v1__models=models(), **{"openapi.json": routes(*LORA)}), [], None),
     (dict(v1__models=models(), **{"openapi.json": routes(*main.SWAP_PATHS)}),
      ["--lora-rank", "0"], None),
     (dict(v1__models=models(), **{"openapi.json": routes()}), [],
-     r"lacks /v1/load_lora_adapter, /v1/unload_lora_adapter.*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.* "
-     r"--enable-lora"),
-    (dict(v1__models=models(window=2048), **{"openapi.json": routes(*main.LORA_PATHS)}), [],
+     r"lacks /collective_rpc, /v1/load_lora_adapter, /v1/unload_lora_adapter"
+     r".*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.* PYTHONPATH=.* --enable-lora.* sync.OnCpu"),
+    (dict(v1__models=models(window=2048), **{"openapi.json": routes(*LORA)}), [],
      r"\(window of 'base': 2048\) .* needed is 'base' with a window of 4096"),
-    (dict(v1__models=models("Qwen/Qwen3-4B"), **{"openapi.json": routes(*main.LORA_PATHS)}), [],
+    (dict(v1__models=models("Qwen/Qwen3-4B"), **{"openapi.json": routes(*LORA)}), [],
      r"serves Qwen/Qwen3-4B .*--served-model-name base"),
     (dict(v1__models=(401, {"error": "no key"})), [], "answers 401.*no key")])
 def test_policy_url(outside, monkeypatch, answers, flags, words):

@@ -2,6 +2,7 @@
 everything that crosses a wire is tested here once."""
 
 import contextlib
+import itertools
 import json
 import math
 import signal
@@ -446,6 +447,29 @@ def test_stale_and_scaled_versions_are_refused(engine, tmp_path):
     for name in ("v901", "v902"):
         with contextlib.suppress(SyncError):
             service.sync.call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+
+def test_base_and_adapters_in_one_step(engine, tmp_path):
+    """Who shares a step with others gets the log-probs that it gets alone: the base model too (on
+    CPU vLLM gives it the last slot's adapter there, see sync.OnCpu)."""
+    _, service = a_sync(engine)
+    names = [BASE]
+    for _ in range(2):
+        push(engine, service, tmp_path)
+        names.append(f"v{engine.trainer.step}")
+    alone = [torch.tensor(service.engine_canary(name)) for name in names]
+    assert min((a - b).abs().mean() for a, b in itertools.combinations(alone, 2)) > 1e-3
+    body = {"max_tokens": 500, "min_tokens": 500, "temperature": 1, "stream": True,
+            "messages": [{"role": "user", "content": "Tell me a very long story."}]}
+    streams = [urllib3.PoolManager().request("POST", f"{engine.url}/v1/chat/completions",
+                                             json=body | {"model": name}, preload_content=False)
+               for name in names * 2]
+    urllib3.PoolManager().request("POST", f"{engine.url}/reset_prefix_cache")
+    beside = [torch.tensor(service.engine_canary(name)) for name in names]
+    assert running(engine) == 6  # they were there all the while
+    for stream in streams:
+        stream.close()
+    assert max((a - b).abs().max() for a, b in zip(alone, beside, strict=True)) < 1e-4
 
 
 def test_fake_engine_has_the_shapes_of_the_real_one(engine):

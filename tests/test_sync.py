@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -422,7 +423,7 @@ def test_rounding_is_no_suspicion_and_small_steps_add_up():
     """bf16: any change of the weights rounds the log-probs anew. An engine that then is nearer to
     the version before, ten times on end, once stopped runs at a small learning rate. One that stays
     behind is found once the trainer has moved far enough from what was last told apart."""
-    cfg, rounded = SimpleNamespace(engine_dtype="bfloat16"), [0.08, 0.08, 0, 0]
+    cfg, rounded = SimpleNamespace(engine_dtype="bfloat16", device="cuda"), [0.08, 0.08, 0, 0]
     e_0 = [t + x for t, x in zip(T_0, rounded, strict=True)]
     right, says = Sync(cfg, "", None, lambda name: says[name]), {BASE: e_0}
     right.listed = lambda: []
@@ -446,7 +447,7 @@ def test_rounding_is_no_suspicion_and_small_steps_add_up():
     ("bfloat16", 0.2, False)])
 def test_untouched_model_is_compared_before_the_first_user(engine, dtype, off, good):
     """A wrong dtype, rope or tokeniser is found at start."""
-    start = Sync(SimpleNamespace(engine_dtype=dtype), engine.url, None,
+    start = Sync(SimpleNamespace(engine_dtype=dtype, device="cuda"), engine.url, None,
                  lambda name: plus(T_0, off)).start
     if good:
         assert start(T_0) == pytest.approx(off)
@@ -458,8 +459,22 @@ def test_untouched_model_is_compared_before_the_first_user(engine, dtype, off, g
 def test_adapters_of_an_earlier_run_are_unloaded(engine, tmp_path):
     """An engine at --policy-url outlives a run; a new one would get 'already loaded' for its v1."""
     engine.loaded, engine.in_use = {"v1": tmp_path, "v7": tmp_path}, lambda name: 0
-    Sync(SimpleNamespace(engine_dtype="float32"), engine.url, None, lambda name: T_0).start(T_0)
+    cfg = SimpleNamespace(engine_dtype="float32", device="cuda")
+    Sync(cfg, engine.url, None, lambda name: T_0).start(T_0)
     assert engine.loaded == {}
+
+
+@pytest.mark.parametrize(("device", "rank", "mended"), [("cpu", 16, True), ("cpu", 0, False),
+                                                        ("cuda", 16, False)])
+def test_lora_on_cpu_is_mended_before_the_first_version(engine, device, rank, mended):
+    """See sync.OnCpu. An engine that cannot be mended ends the start with its own words."""
+    engine.answers["/collective_rpc"] = (200, {})
+    cfg = SimpleNamespace(engine_dtype="float32", device=device, lora_rank=rank)
+    Sync(cfg, engine.url, None, lambda name: T_0).start(T_0)
+    assert ("/collective_rpc" in engine.calls) == mended
+    engine.answers["/collective_rpc"] = (500, {"error": "no mend_lora here"})
+    with pytest.raises(SyncError, match="no mend_lora here") if mended else nullcontext():
+        Sync(cfg, engine.url, None, lambda name: T_0).start(T_0)
 
 
 # ---------------------------------------------------------------------------------- full weights
