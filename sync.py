@@ -221,8 +221,8 @@ def wait_ready(child, url, seconds, tick, stopping=lambda: False):
 
 
 def load_extra(path):
-    """--extra FILE: a student's file that may add rows to LOSSES, SCHEDULES, PERSONAS, ROUTES, and
-    to ENGINE_FLAGS."""
+    """--extra FILE: a student's file that may add rows to LOSSES, SCHEDULES, PERSONAS, JUDGES,
+    ROUTES, and to ENGINE_FLAGS."""
     sys.path.append(str(HERE / "examples"))  # for `from simulated_user import PERSONAS`
     spec = importlib.util.spec_from_file_location("extra", path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))

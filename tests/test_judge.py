@@ -35,6 +35,7 @@ from judge import (
     with_hint,
 )
 from proxy import Endpoint, Policy, Turn, TurnLog, clean_messages
+from sync import load_extra
 
 FIXTURE = json.loads((Path(__file__).parent / "fixtures" / "openclaw_turns.json").read_text())
 HTTP = urllib3.PoolManager(retries=False)
@@ -177,6 +178,34 @@ def judged_turn(said="Too long. Please answer in one sentence.", **more):
                 response_ids=[4, 5], rollout_logp=[-1.0, -1.0], reply={"content": "Water."},
                 finish_reason="stop", next_state=[{"role": "user", "content": said}])
     return Turn("t1", "s1", **base | more)
+
+
+def test_noisy_judge(monkeypatch):
+    """examples/noisy_judge.py: the lexicon's votes, each wrong with the probability that it says,
+    independently; three of them are right in p^3 + 3 p^2 (1 - p) of turns; several hints differ."""
+    monkeypatch.setitem(judge.JUDGES, "llm", None)  # put back afterwards
+    load_extra(Path(judge.__file__).parent / "examples" / "noisy_judge.py")
+    noisy, n = judge.JUDGES["llm"], 4000
+    cfg = SimpleNamespace(**vars(settings(mode="rl", votes=3)), seed=0)
+    turns = [judged_turn("Thanks!" if i % 2 else "Too long. Answer in one short sentence.")
+             for i in range(n)]
+    for i, turn in enumerate(turns):
+        turn.id = str(i)
+    answers = [noisy(None, cfg, turn) for turn in turns]
+    assert answers == [noisy(None, cfg, turn) for turn in turns]  # whichever thread asks
+    truth = [1 if i % 2 else -1 for i in range(n)]
+    single = sum(v == t for (votes, _), t in zip(answers, truth, strict=True) for v in votes)
+    right = sum(majority(votes) == t for (votes, _), t in zip(answers, truth, strict=True))
+    assert all(len(votes) == 3 and hints == [] for votes, hints in answers)
+    assert single / (3 * n) == pytest.approx(0.7, abs=0.02)  # four standard deviations
+    assert right / n == pytest.approx(0.7**3 + 3 * 0.7**2 * 0.3, abs=0.03)
+    cfg.mode, cfg.votes = "opd", 5
+    hints = [judge.valid_hints(noisy(None, cfg, turn)[1]) for turn in turns]
+    complaints = hints[::2]
+    assert sum(len(h) > 1 for h in complaints) > n // 4 and max(map(len, complaints)) == 3
+    assert all("Answer in one short sentence." in text for h in complaints for text in h)
+    invented = sum(map(bool, hints[1::2]))  # where there was approval
+    assert invented / (n // 2) == pytest.approx(1 - 0.7**5, abs=0.03)
 
 
 def test_llm_votes():
