@@ -511,7 +511,7 @@ class JudgeThreads:
 
     def __init__(self, cfg, line, log, engine, say=print):
         self.cfg, self.line, self.log, self.engine, self.say = cfg, line, log, engine, say
-        self.todo = queue.Queue()
+        self.todo, self.over = queue.Queue(), False
         self.http = urllib3.PoolManager(maxsize=cfg.judge_threads, retries=False,
                                         timeout=urllib3.Timeout(connect=5, read=cfg.judge_timeout))
         self.threads = [threading.Thread(target=self.work, daemon=True, name=f"judge-{i}")
@@ -532,14 +532,23 @@ class JudgeThreads:
                 self.todo.put(place["turn"])
         return place is not None
 
+    def stop(self):
+        """The run ends, its engines too: what they say of turns now is no verdict. Turns that wait
+        or are being judged keep the fate that the run gives to all, and --resume judges them."""
+        self.over = True
+
     def work(self):
-        while True:
+        while not self.over:
             turn = self.todo.get()
             try:
                 rescue = self.cfg.at_least_one and turn.session not in self.line.effective
                 reason = judge_turn(turn, self.cfg, self.http, self.engine, rescue)
+                if self.over:
+                    return
                 self.log.write(turn, "judged", **{k: getattr(turn, k) for k in JUDGED_FIELDS})
             except Exception as error:  # one turn must not end the run; it is dropped and shown
+                if self.over:
+                    return
                 reason = "judge_error"
                 self.say(f"judging {turn.id} failed: {type(error).__name__}: {error}")
             if self.line.resolve(turn, reason):

@@ -1045,7 +1045,8 @@ def talk_over(system):
     quiet, depth = line.quiet(), line.depths()
     if cfg.max_wait and quiet > cfg.max_wait + 5 and not depth["ready"] + depth["leased"]:
         if not line.closing:
-            say(f"nothing left to correct: no new sample for {quiet:.0f} s")
+            what = "left to correct" if line.updates else "could be trained"
+            say(f"nothing {what}: no new sample for {quiet:.0f} s")
         line.closing = True
     if line.closing and not (flags / "stop_users").exists():
         (flags / "stop_users").touch()
@@ -1150,6 +1151,7 @@ def end(system):
     """End the children, sum up, and only then take the time to draw."""
     if system.web:  # the counts of now: what our own end cuts off is no failed request
         system.policy.accepting, system.requests = False, dict(system.server.requests)
+        system.judges.stop()
     system.stop()
     limit = time.monotonic() + 2
     while system.web and system.policy.open and time.monotonic() < limit:

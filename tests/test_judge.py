@@ -567,6 +567,24 @@ def test_one_bad_turn_does_not_end_judging(line):
     assert line.log.fates == {"judge_error": 1}
 
 
+def test_turns_in_judging_at_the_end_keep_the_runs_fate(line):
+    """Once a bug: a judge on an engine that was being stopped left turns `unscored`, of which
+    --resume knows nothing, and one line on the screen for each turn that waited."""
+    said = []
+    line.threads.say = said.append
+    for name in ("a", "broken", "b", "c"):  # two threads: the latter two wait
+        put(line, name)
+    until(lambda: line.threads.todo.qsize() == 2)
+    line.threads.stop()
+    for _ in range(4):
+        line.gate.release()
+    for thread in line.threads.threads:
+        thread.join(5)
+    assert not said and not line.log.fates and line.queue.depths()["judging"] == 4
+    line.log.close_all("run_ended")
+    assert line.log.fates == {"run_ended": 4}
+
+
 @pytest.mark.parametrize("when", ["waiting for a judge", "being judged", "judged"])
 def test_feedback_during_judging_counts(line, when):
     """Feedback that was accepted decides, whenever it came, and the turn is counted once. Once a
