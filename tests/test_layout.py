@@ -269,3 +269,14 @@ def test_which_key_goes_where(monkeypatch):
     assert teacher_engine(cfg) == Endpoint("http://e", "base", "p") == policy_engine(cfg, "base")
     cfg.teacher_url = "http://other"
     assert teacher_engine(cfg) == Endpoint("http://other", "base", "t")
+
+
+@pytest.mark.parametrize(("cpuinfo", "dtype"), [
+    ("flags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile", "bfloat16"),
+    ("Features\t: fp asimd i8mm bf16 dgh", "bfloat16"),
+    ("flags\t\t: fpu avx2 avx512f avx512_vnni", "float32"), ("", "float32"), (None, "float32")])
+def test_a_cpu_without_bfloat16_computes_in_float32(tmp_path, cpuinfo, dtype):
+    """Once: bfloat16 everywhere, three times as slow where a CPU has to emulate it."""
+    if cpuinfo is not None:
+        (tmp_path / "cpuinfo").write_text(cpuinfo + "\n")
+    assert main.cpu_dtype(tmp_path / "cpuinfo") == dtype
