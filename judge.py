@@ -23,7 +23,6 @@ import re
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import urllib3
 
@@ -41,7 +40,7 @@ from proxy import (
 # ------------------------------------------------------------------------------------ parsing votes
 
 VERDICT = re.compile(r"\s*\{\s*([+-]?\d)\s*\}")
-HINT = re.compile(r"<hint>(.*?)</hint>", re.DOTALL | re.IGNORECASE)
+HINT = re.compile(r"<hint>((?:(?!<hint>).)*?)</hint>", re.DOTALL | re.IGNORECASE)
 TOKENS = re.compile(r"[\u3400-\u9fff\u3040-\u30ff]|\w+|[^\w\s]")  # words, CJK characters, marks
 
 
@@ -135,7 +134,8 @@ def ask(http, cfg, task, turn):
                 if response.status == 200:
                     choice = json.loads(read_until(response, end))["choices"][0]
                     cut = choice.get("finish_reason") == "length"  # no verdict was reached
-                    return None if cut else choice["message"].get("content")
+                    content = choice["message"].get("content")
+                    return content if isinstance(content, str) and not cut else None
         except (urllib3.exceptions.HTTPError, ValueError, LookupError, TypeError, AttributeError):
             pass  # an invalid vote; it is counted and shown as such
     return None
@@ -155,8 +155,20 @@ def llm_votes(http, cfg, turn):
     """-> (score votes, hint votes), each an independent answer of the judge model."""
     n_score, n_hint = vote_counts(cfg)
     tasks = [SCORE_TASK] * n_score + [HINT_TASK] * n_hint
-    with ThreadPoolExecutor(len(tasks)) as pool:  # a turn takes as long as its slowest vote
-        answers = list(pool.map(lambda task: ask(http, cfg, task, turn), tasks))
+    answers = [None] * len(tasks)
+
+    def vote(i):
+        answers[i] = ask(http, cfg, tasks[i], turn)
+
+    # A turn takes as long as its slowest vote. KEEP: a limit of our own, and threads for which
+    # nobody has to wait: the timeout of a read never ends a server that drips its headers.
+    threads = [threading.Thread(target=vote, args=(i,), daemon=True) for i in range(len(tasks))]
+    end = time.monotonic() + cfg.judge_timeout + 1
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0, end - time.monotonic()))
+    answers = list(answers)  # a late one does not count
     return [parse_score(a) for a in answers[:n_score]], [parse_hint(a) for a in answers[n_score:]]
 
 
@@ -330,6 +342,9 @@ def windowed(places, n, window):
 SCHEDULES = {"greedy": greedy, "fifo": fifo, "windowed": windowed}
 
 
+JUDGED_KEPT = 2000  # turns behind a step's numbers at most
+
+
 def place_for(turn, ready=None):
     return {"turn": turn, "ready": ready, "lease": None, "again": False}
 
@@ -393,6 +408,9 @@ class SampleQueue:
                 return True
             if all(t is not turn for t in self.judged):
                 self.judged.append(turn)
+            if len(self.judged) > JUDGED_KEPT:  # opd with content users may not step for days
+                del self.judged[0]
+                self.mark = max(0, self.mark[0] - 1), self.mark[1]
             if turn.r == 0 and turn.session in self.effective:
                 reason = "score_0"  # --at-least-one: another turn of its session was quicker
             if reason:

@@ -211,6 +211,7 @@ CONTEXT_BLOCKS = {
         r"^\s*\[Queued user message from a previous active turn;[^\n]*\]\n"
         r"|\n\nContinue the current task from the existing transcript,[^\n]*\Z"),
 }
+THOUGHT = re.compile(r"<think(?:ing)?>(?:(?!<think).)*?</think(?:ing)?>", re.S)
 THINKING = re.compile(r"<think(?:ing)?>.*?(</think(?:ing)?>|\Z)", re.S)
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
@@ -222,7 +223,7 @@ class BadRequest(ValueError):
 def text_of(content):
     """String, null or list of parts -> string. Raises BadRequest for parts we cannot serve."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return encodable(content or "")
     if not isinstance(content, list):
         raise BadRequest("message content must be a string, null or a list of parts")
     pieces = []
@@ -239,7 +240,12 @@ def text_of(content):
         if pieces and pieces[-1][-1].strip() and text[:1].strip():
             pieces.append("\n")
         pieces += [text] * bool(text)
-    return "".join(pieces)
+    return encodable("".join(pieces))
+
+
+def encodable(text):
+    """Half of a surrogate pair (a client that cut an emoji) cannot be sent on: it becomes '?'."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def strip_wrappers(text):
@@ -253,7 +259,7 @@ def strip_wrappers(text):
 
 def visible(text):
     """An answer without its thinking, also if the tag was never closed or opened in the prompt."""
-    return THINKING.sub("", text.rsplit("</think>", 1)[-1]).strip()
+    return THINKING.sub("", THOUGHT.sub("", text).rsplit("</think>", 1)[-1]).strip()
 
 
 def depth(value):
@@ -273,11 +279,22 @@ def parse(text):
 
 
 def parsed(arguments):
-    """Tool arguments as an object, however the client serialised them."""
-    try:
-        return parse(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return arguments
+    """Tool arguments for comparison, however the client serialised them."""
+    if isinstance(arguments, str):
+        try:
+            arguments = parse(arguments) if arguments.strip() else {}
+        except ValueError:
+            return arguments
+    return same_numbers(arguments or {})  # null, [] and "" all mean: called with nothing
+
+
+def same_numbers(value):
+    """1.0 -> 1: JavaScript clients write it so."""
+    if isinstance(value, dict):
+        return {k: same_numbers(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [same_numbers(v) for v in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def words_of(message):
@@ -787,7 +804,7 @@ class Sessions:
         self.answered = {}  # turn id -> the words that it answered
         self.seen = {}  # session -> last sign of life (monotonic seconds)
         self.latest = {}  # session -> id of its last main turn
-        self.not_chosen = set()  # ids of waiting turns whose sibling was chosen
+        self.not_chosen = {}  # waiting turn whose sibling was chosen -> {(reaction, its session)}
 
     def pair(self, messages, session):
         """New request -> (paired turn, its next state) or (None, None). `session` may be None."""
@@ -795,16 +812,17 @@ class Sessions:
             for i in range(len(messages) - 1, -1, -1):
                 if messages[i]["role"] != "assistant":
                     continue
-                turn = self._waiting_under(messages, i, session)
+                after = new_messages(messages[i + 1 :])
+                turn = self._waiting_under(messages, i, session, digest(after))
                 if turn:
-                    after = new_messages(messages[i + 1 :])
                     if after:
-                        return self._take(turn), after
+                        return self._take(turn, digest(after)), after
                     return None, None  # only a context block so far: it goes on waiting
         return None, None
 
-    def _waiting_under(self, messages, i, session):
-        turns = self.waiting.get(digest(words_of(messages[i])))
+    def _waiting_under(self, messages, i, session, reaction):
+        turns = [t for t in self.waiting.get(digest(words_of(messages[i])), ())
+                 if not self._said_to_sibling(t, reaction, session)]
         if not turns:
             return None
         words = said_last(messages[:i])
@@ -813,15 +831,22 @@ class Sessions:
         same = [t for t in found if t.session == session]
         return (same or found or [None])[0]
 
-    def _take(self, turn):
+    def _said_to_sibling(self, turn, reaction, session):
+        """A sibling was chosen by these very words: they are sent again. Two people who say the
+        same are told apart by session ids alone."""
+        return any(said == reaction and not turn.session == session != by
+                   for said, by in self.not_chosen.get(turn.id, ()))
+
+    def _take(self, turn, reaction=None):
         _, history, _ = self.keys[turn.id]
         self._forget(turn)
-        self.not_chosen |= self.history.get(history, set())
+        for sibling in self.history.get(history, ()):
+            self.not_chosen.setdefault(sibling, set()).add((reaction, turn.session))
         return turn
 
     def _forget(self, turn):
         key, history, _ = self.keys.pop(turn.id)
-        self.not_chosen.discard(turn.id)
+        self.not_chosen.pop(turn.id, None)
         del self.answered[turn.id]
         for table, group, item in ((self.waiting, key, turn), (self.history, history, turn.id)):
             table[group].remove(item)
@@ -943,11 +968,6 @@ class Server:
         if paired:  # KEEP: before admission, or a refused request would lose its user's reaction
             self.deliver(paired, after)
         session = given or (paired.session if paired else f"s-{uuid.uuid4().hex[:8]}")
-        refusal = self.admit()
-        if refusal:
-            with self.counting:
-                self.requests["rejected"] += 1
-            return failure(*refusal)
         turn = Turn(id=f"chatcmpl-{uuid.uuid4().hex}", session=session, messages=messages,
                     kind="side" if side else "main", tools=payload.get("tools"),
                     chat_template_kwargs=payload.get("chat_template_kwargs"), created=time.time(),
@@ -957,6 +977,11 @@ class Server:
         self.tell(turn, differs and source == "run" and not side)
         headers = {"X-Sampling": source,  # a header carries no more than ASCII
                    "X-Session-Id": quote(session, safe=string.punctuation + " ")}
+        refusal = self.admit()  # KEEP: last; what fails after it would hold its place for ever
+        if refusal:
+            with self.counting:
+                self.requests["rejected"] += 1
+            return failure(*refusal)
         return turn, payload, headers, skip, done
 
     def deliver(self, turn, next_state):

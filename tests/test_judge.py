@@ -64,6 +64,7 @@ HTTP = urllib3.PoolManager(retries=False)
     (r"<think>maybe \boxed{1}</think> It failed. \boxed{-1}", -1),
     (r"maybe \boxed{1}</think> unclear", None),
     (r"\boxed{1} <think>or is it \boxed{-1}", 1),
+    (r"<think>a \boxed{1}</think> They object. \boxed{-1} <think>done? \boxed{1}</think>", -1),
 ])
 def test_score_is_the_last_verdict_of_the_visible_answer(answer, score):
     """C1, C2: a quoted verdict, one in a think block (also unclosed) or a foreign number is no
@@ -77,6 +78,7 @@ def test_score_is_the_last_verdict_of_the_visible_answer(answer, score):
     (r"<hint>short</hint><HINT> the longer one </HINT> \boxed{1}", (1, "the longer one")),
     (r"<hint>one</hint> <hint>never closed \boxed{1}", (1, "one")),
     (r"<hint>never closed \boxed{1}", (1, "")),
+    (r"<hint>begun anew <hint>Use mL, not litres.</hint> \boxed{1}", (1, "Use mL, not litres.")),
     (r"<hint></hint> \boxed{1}", (1, "")),
     ("<hint>over\ntwo lines</hint>\\boxed{+1}", (1, "over\ntwo lines")),
     (r"nothing to learn \boxed{-1}", (-1, "")),
@@ -238,7 +240,8 @@ def test_vote_counts():
 @pytest.mark.parametrize("reply", [
     completion(None, "length"), completion(""),
     completion(r"They claim \boxed{1}. The u", "length"), {"choices": []}, {"error": "busy"}, [],
-    "text", {"choices": [{"message": None}]}])
+    "text", {"choices": [{"message": None}]},
+    completion([{"type": "text", "text": r"\boxed{1}"}]), completion(1)])
 def test_no_answer_is_an_invalid_vote(reply):
     """C2: an empty, broken or cut answer is an invalid vote and never a default score. Once a bug:
     a cut answer that had quoted a verdict voted for it."""
@@ -268,6 +271,21 @@ def test_judge_that_never_answers_has_a_time_limit(behaviour):
         start = time.monotonic()
         assert ask(HTTP, settings(url, judge_timeout=0.6), "task", judged_turn()) is None
         assert 0.5 < time.monotonic() - start < 20 and len(seen) == 2
+
+
+def test_a_judge_that_drips_its_headers_has_a_time_limit():
+    """C4: a byte now and then within a header never runs into the timeout of a read. Once a bug: a
+    judge thread was held for ever."""
+    def headers(handler, body, path):
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+        for _ in range(60):
+            handler.wfile.write(b" ")
+            time.sleep(0.1)
+
+    with serving(headers) as (url, _):
+        start = time.monotonic()
+        votes, hints = llm_votes(HTTP, settings(url, judge_timeout=0.6), judged_turn())
+        assert votes == [None] and hints == [None] * 3 and time.monotonic() - start < 5
 
 
 def test_errors_are_retried_once():

@@ -614,13 +614,15 @@ def test_d5_resend_gives_one_sample(server, engine):
 
 
 def test_d5_equal_replies_and_a_resent_follow_up(server):
-    """Protects: also with equal replies a follow-up pairs once, however often it is sent."""
+    """Protects: also with equal replies a follow-up pairs once, however often it is sent. Once: the
+    second time it was given to the sibling."""
     for _ in range(2):
         server.ask("A")
     for _ in range(2):
         server.ask("A", "Hello there.", "B")
-    assert len(server.paired) == 2  # two turns were said and answered; never the same one twice
-    assert len({t.id for t in server.paired}) == 2
+    assert next_words(server) == [("Hello there.", [("user", "B")])]
+    server.ask("A", "Hello there.", "C")  # other words: somebody else's
+    assert len(server.paired) == 2 and len({t.id for t in server.paired}) == 2
 
 
 @pytest.mark.parametrize("compaction", [False, True])
@@ -656,6 +658,72 @@ def test_d10_an_equal_session_id_is_preferred(server):
         server.post({"messages": HI}, {"X-Session-Id": s})
     server.post({"messages": [*HI, SAID, user("B")]}, {"X-Session-Id": "bert"})
     assert [t.session for t in server.paired] == ["bert"]
+
+
+@pytest.mark.parametrize("ids", [("anna", "bert"), (None, None)])
+def test_d10_a_reaction_that_comes_again_takes_no_strangers_turn(server, engine, ids):
+    """Protects: two people with equal words and replies. Bert's follow-up is refused and sent
+    again, and stands in the history of his next request: Anna's turn waits for her own words. Once:
+    it got Bert's."""
+    anna, bert = ({"X-Session-Id": x} for x in ids)
+    for one in (anna, bert):
+        server.post({"messages": HI}, one)
+    follow_up = {"messages": [*HI, SAID, user("Bert: wrong")]}
+    server.policy.accepting = False
+    refused(server.post(follow_up, bert), 503)
+    server.policy.accepting = True
+    engine.script = lambda body: say("Cut", stop_reason="x")  # not trained, so it does not wait
+    server.post(follow_up, bert)
+    server.post({"messages": [*follow_up["messages"], {"role": "assistant", "content": "Cut"},
+                              user("Bert: again")]}, bert)
+    server.post({"messages": [*HI, SAID, user("Anna: great")]}, anna)
+    assert [t.next_state[0]["content"] for t in server.paired] == ["Bert: wrong", "Anna: great"]
+    assert ids[0] is None or [t.session for t in server.paired] == ["bert", "anna"]
+
+
+def test_d10_two_people_say_the_same(server):
+    """Protects: with session ids equal words to equal replies are two people's reactions."""
+    for _ in range(2):
+        for one in ("anna", "bert"):
+            server.post({"messages": HI}, {"X-Session-Id": one})
+        for one in ("anna", "bert"):
+            server.post({"messages": [*HI, SAID, user("Thanks")]}, {"X-Session-Id": one})
+    assert [t.session for t in server.paired] == ["anna", "bert"] * 2
+
+
+@pytest.mark.parametrize("made, echoed", [
+    ("", "{}"), ("", ""), ("null", "{}"), ("[]", "{}"), ('{"x": 1.0}', '{"x":1}'),
+    ('{"x": [1e3, {"y": 2.0}]}', '{"x":[1000,{"y":2}]}'), ('{"b": 1, "a": 2}', '{"a":2,"b":1}')])
+def test_a_tool_call_pairs_however_the_client_writes_it_again(server, engine, made, echoed):
+    """Protects: arguments are compared by what they mean. Once: a call without arguments, or with
+    1.0, which JavaScript writes as 1, never got its result."""
+    tools = [{"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}}]
+    engine.script = lambda body: say(deltas=call_deltas(0, "ls", made), finish="tool_calls")
+    server.ask("Go.", tools=tools)
+    engine.script = lambda body: say("Done.")
+    server.ask(user("Go."), calling(echoed), {"role": "tool", "tool_call_id": "c1",
+                                              "content": "a.txt"}, tools=tools)
+    assert [t.next_state[0]["content"] for t in server.paired] == ["a.txt"]
+
+
+def test_a_message_that_cannot_be_shown_costs_no_place(make_server):
+    """Protects: what fails before a request is served gives its place back. Once: a screen that
+    cannot print a session's name took one place for ever with each request."""
+    server = make_server(max_requests=1)
+
+    def fails(text):
+        raise UnicodeEncodeError("latin-1", text, 0, 1, "no such letter")
+
+    server.hooks.say = fails
+    for i in range(3):
+        assert server.post({"messages": HI, "temperature": 0.2, "session_id": f"会话{i}"})[0] == 500
+    assert server.post({"messages": HI})[0] == 200 and server.idle()
+
+
+def test_half_an_emoji_is_no_reason_to_fail(server, engine):
+    """Protects: text that UTF-8 cannot carry is served, and its turn is judged like any other."""
+    server.ask("Hi \ud83d there")
+    assert engine.requests[0]["messages"][0]["content"] == "Hi ? there"
 
 
 def refuse_busy(server):
