@@ -8,6 +8,7 @@ Reading order: Config -> main -> start -> supervise -> finish.
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -235,8 +236,12 @@ def parse(argv):
                                metavar=None if meta["choices"] else kind.__name__.upper())
     given = parser.parse_args(argv)
     if given.resume:
-        parser.set_defaults(**recorded_config(given.resume))
+        parser.set_defaults(**(old := recorded_config(given.resume)))
         given = parser.parse_args(argv)
+        for key in ("run_dir", "lora_rank"):
+            if getattr(given, key) != old[key]:
+                raise Problem(f"--resume {given.resume}: its checkpoint belongs to "
+                              f"--{key.replace('_', '-')} {old[key]}, which cannot be changed")
         said = sys.argv if argv is None else argv
         if given.loss != "decoupled" and not any(a.startswith("--tis-cap") for a in said):
             given.tis_cap = AUTO  # the recorded one belonged to another loss, or was filled in
@@ -279,9 +284,12 @@ def fill(cfg):
     cfg.device = "cuda" if gpus else "cpu"
     full = cfg.lora_rank == 0
     preset = f"gpu-{'full' if full else 'lora'}" if gpus else "cpu-full" if full else "cpu"
+    if cfg.judge == AUTO and cfg.judge_url:
+        cfg.judge = "llm"
     for key, value in PRESETS[preset].items():
         if getattr(cfg, key) == AUTO:
             setattr(cfg, key, value)
+    cfg.judge_url = cfg.judge_url.rstrip("/")
     cfg.policy_url = cfg.policy_url.rstrip("/").removesuffix("/v1")
     cfg.teacher_url = cfg.teacher_url.rstrip("/").removesuffix("/v1")
     cfg.preset, cfg.layout = preset, layout_for(cfg, gpus)
@@ -326,7 +334,7 @@ def checkpoint_of(cfg):
     found = sorted(Path(cfg.run_dir).glob("checkpoints/step-*.pt"), key=step_of)
     if cfg.resume and not found:
         raise Problem(f"--resume {cfg.resume}: no checkpoint there; a run writes them every "
-                      "--save-every updates and at its end")
+                      "--save-every updates and when they end by themselves")
     return str(found[-1]) if cfg.resume else ""
 
 
@@ -339,11 +347,12 @@ def split_cores(cfg):
             chosen = ids if getattr(cfg, key) == "all" or cfg.device != "cpu" else auto
             setattr(cfg, key, ",".join(map(str, chosen)))
         try:
-            parse_cores(getattr(cfg, key))
+            if not set() < parse_cores(getattr(cfg, key)) <= set(ids):
+                raise ValueError
         except ValueError:
             flag = "--" + key.replace("_", "-")
-            raise Problem(f"{flag} {getattr(cfg, key)}: write cores as 0,1 or 0-3, "
-                          "or all") from None
+            raise Problem(f"{flag} {getattr(cfg, key)}: write cores of this machine ({ids[0]} to "
+                          f"{ids[-1]}) as 0,1 or 0-3, or all") from None
 
 
 def parser_for(wish, table, name):
@@ -539,6 +548,10 @@ def validate(cfg):
     rules = [
         (cfg.port < 65536, f"--port {cfg.port} must be below 65536"),
         (cfg.gpu_share <= 1, f"--gpu-share {cfg.gpu_share} must be at most 1"),
+        (cfg.dual_clip >= 1, f"--dual-clip {cfg.dual_clip} must be at least 1: below, bad turns "
+         "would have no gradient"),
+        (not cfg.tracker or importlib.util.find_spec(cfg.tracker.replace("-", "_")),
+         f"--tracker {cfg.tracker}: there is no such package here (pip install {cfg.tracker}?)"),
         (not cfg.topk or cfg.mode != "rl", f"--topk {cfg.topk} is about hints: --mode rl has none"),
         (cfg.max_tokens < cfg.max_model_len, f"--max-tokens {cfg.max_tokens} must be below "
          f"--max-model-len {cfg.max_model_len}"),
@@ -565,10 +578,12 @@ def validate(cfg):
         (cfg.host in proxy.LOOPBACK or cfg.api_key,
          f"--host {cfg.host} can be reached from outside: "
          "set a key with --api-key-file or OPENCLAW_API_KEY, or use --host 127.0.0.1"),
-        (cfg.judge != "llm" or cfg.judge_url or cfg.layout["judge"] or cfg.lora_rank,
+        (cfg.judge != "llm" or cfg.judge_url or cfg.layout["judge"] or cfg.lora_rank or cfg.replay,
          "--judge llm with full weights needs GPUs of its own (--gpus) or --judge-url: the policy "
          "engine's base model is being trained"),
         (not cfg.judge_url or cfg.judge_model, "--judge-url needs --judge-model"),
+        (not cfg.judge_url or cfg.judge == "llm",
+         "--judge-url and --judge lexicon are two different judges"),
         (not cfg.teacher_url or cfg.teacher_model, "--teacher-url needs --teacher-model"),
         (not cfg.teacher_url or cfg.teacher == "engine",
          "--teacher-url and --teacher trainer are two different teachers"),
@@ -1146,6 +1161,8 @@ def main(argv=None):
     except KeyboardInterrupt:
         code = 130 if not (system and system.policy and system.policy.accepting) else 0
         say("\nstopping")
+        if code == 0 and not system.cfg.lora_rank and system.line.updates:
+            let_it_save(system)
     except (Problem, ChildProcessError, TimeoutError) as problem:
         code = 1
         print(f"{CLEAR}error: {problem}", file=sys.stderr, flush=True)
@@ -1153,6 +1170,17 @@ def main(argv=None):
         if system:
             end(system)
     return code
+
+
+def let_it_save(system, patience=300):
+    """Full weights are in the trainer alone (adapters lie in the run directory): it ends as after
+    --steps, by itself."""
+    say("the trainer saves the weights first (Ctrl-C again: at once)")
+    system.line.closing = True
+    with contextlib.suppress(KeyboardInterrupt):
+        limit = time.monotonic() + patience
+        while system.trainer.alive() and time.monotonic() < limit:
+            time.sleep(0.1)
 
 
 def end(system):

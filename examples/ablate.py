@@ -26,6 +26,7 @@ made in run_table.py.
 import argparse
 import contextlib
 import ctypes
+import hashlib
 import itertools
 import json
 import os
@@ -58,7 +59,7 @@ from run_table import (
     shown,
 )
 
-from main import Problem, check_model, check_persona, parse, write_config
+from main import Problem, check_model, check_persona, parse, persona_flags, write_config
 
 MAIN, TRAINER = ROOT / "main.py", ROOT / "trainer.py"
 PATIENCE = 90  # seconds that an interrupted cell has to end its children and sum up
@@ -91,7 +92,10 @@ class Cell:
 
     def made_of(self):
         """What must not change under a cell that is done."""
-        return {**{k: shown(v) for k, v in self.knobs.items()}, "replay": str(self.replay)}
+        made = {**{k: shown(v) for k, v in self.knobs.items()}, "replay": str(self.replay)}
+        if self.replay and self.replay.exists():  # other turns under the same name
+            made["turns"] = hashlib.sha256(self.replay.read_bytes()).hexdigest()[:16]
+        return made
 
 
 def flags(cell):
@@ -223,8 +227,8 @@ def check_live(cell, personas):
         raise Problem("simulate is missing: without simulated users it would never end")
     cfg = parse(cell.command()[2:])
     check_model(cfg)
-    if (cfg.simulate, cfg.extra) not in personas:
-        personas.add((cfg.simulate, cfg.extra))
+    if (asked := tuple(persona_flags(cfg))) not in personas:
+        personas.add(asked)
         check_persona(cfg)
 
 

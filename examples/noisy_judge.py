@@ -5,7 +5,8 @@ large one nobody knows how often it is wrong. Here each vote is the word list's,
 users speak, turned around with probability NOISE, independently of the others. The hint is the
 user's own correction in one of three wordings, so that several votes give several hints.
 
-    python main.py --simulate concise --judge llm --votes 3 --extra examples/noisy_judge.py
+    python main.py --simulate concise --steps 8 --max-wait 60 --judge llm --votes 3 \\
+      --extra examples/noisy_judge.py
 """
 
 import random

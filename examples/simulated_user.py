@@ -87,7 +87,8 @@ class Shared:
         self.args, self.persona, self.run_dir = args, persona, Path(args.run_dir)
         # max_retries=0: a refused request must show in the counts, not be hidden by the client
         self.client = openai.OpenAI(base_url=args.base_url, api_key=args.api_key, max_retries=0,
-                                    timeout=REQUEST_TIMEOUT)
+                                    timeout=REQUEST_TIMEOUT,  # and no http_proxy in between
+                                    http_client=openai.DefaultHttpxClient(trust_env=False))
         self.user_llm = args.user_url and openai.OpenAI(
             base_url=args.user_url, api_key=os.environ.get("USER_KEY") or "none", max_retries=0,
             timeout=USER_TIMEOUT)
@@ -266,7 +267,8 @@ def wait_for_update(shared):
     """--lockstep: ask nothing while a batch is being trained (the synchronous baseline)."""
     url = shared.args.base_url.removesuffix("/v1") + "/healthz"
     while not (shared.over.is_set() or (shared.run_dir / "stop_users").exists()):
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(url, timeout=10) as answer:
             if not json.load(answer)["training"]:
                 return
         time.sleep(0.2)
@@ -508,6 +510,9 @@ def go_on(shared):
     for phase in shared.report["replies"]:
         if phase.startswith("after"):
             shared.report["replies"][phase] = []
+    held = shared.report["held_out"]  # what an end before this one found is not this run's
+    held |= {k: 0 if k == "n_after" else None for k in held if "after" in k}
+    shared.report["phases_s"] |= {"talk": None, "after": None}
     shared.asked = old["asked"]
     for _ in range(shared.asked):
         next(shared.questions)

@@ -133,6 +133,12 @@ const HEARD = {
     for (const turn of turns.values()) turn.item.remove();
     turns.clear();
     held.clear();
+    for (const chart of CHARTS) { // of another run; the new one's come with its first update
+      chart.plot?.destroy();
+      chart.plot = null;
+    }
+    drawCharts();
+    drawNumbers();
   },
   rows(data) {
     rows = rows.concat(data).slice(-2000);
@@ -299,6 +305,7 @@ function stateOf(turn) {
     : `not trained: ${FATES[turn.fate] ?? turn.fate}`;
 }
 
+const KEPT = 200; // turns on the page
 const held = new Map(); // news that waits while the list is held
 
 function heardTurn(brief) {
@@ -307,6 +314,7 @@ function heardTurn(brief) {
   if (known) return showTurn(known, brief);
   if ($("#hold").getAttribute("aria-pressed") === "true") {
     held.set(brief.id, brief);
+    if (held.size > KEPT) held.delete(held.keys().next().value);
     $("#hold").textContent = `Go on (${held.size} new)`;
     return;
   }
@@ -335,7 +343,7 @@ function addTurn(brief) {
   $("#turns").prepend(turn.item);
   $("#no-turns").hidden = true;
   showTurn(turn, brief);
-  if (turns.size > 200) {
+  if (turns.size > KEPT) {
     const [id, oldest] = turns.entries().next().value;
     oldest.item.remove();
     turns.delete(id);
@@ -559,7 +567,7 @@ $("#say").addEventListener("submit", async (event) => {
     answer.append(reactions(reply.id));
   } catch (error) {
     if (error.name === "AbortError") { // what was said so far stays, as the model would see it
-      mine.push({ role: "assistant", content: answer.textContent });
+      mine.push({ role: "assistant", content: answer.lastChild?.data ?? "" }); // no thoughts
       answer.append(el("div", { className: "after" }, "stopped; not trained"));
     } else if (mine === talk) {
       mine.pop();

@@ -339,6 +339,9 @@ def test_an_unknown_persona_is_said_before_the_first_cell(lab, capsys, monkeypat
     monkeypatch.setattr(ablate, "check_persona", main.check_persona)
     assert lab.run(base={"simulate": "nobody", "steps": 1}) == 1
     assert "--simulate nobody" in capsys.readouterr().err and lab.ran() == []
+    base = {"simulate": "concise", "steps": 1, "model": str(lab.folder / "model")}
+    assert lab.run(base=base, grid={"allocation": ["uniform", "boundry"]}) == 1
+    assert "boundry" in capsys.readouterr().err and lab.ran() == []  # once: the first cell alone
 
 
 def test_flags_of_yes_and_no():
@@ -388,6 +391,9 @@ def test_a_run_is_recorded_once_and_replayed(lab, monkeypatch):
     assert f"--replay {lab.out / 'recorded' / 'turns.jsonl'}" in command
     (lab.out / names[0] / "cell.json").unlink()  # it was killed: no exit code
     assert lab.run(**changes) == 0 and lab.ran() == names[:1]
+    with open(lab.out / "recorded" / "turns.jsonl", "a") as turns:  # recorded anew
+        turns.write("{}\n")
+    assert lab.run(**changes) == 1 and lab.ran() == []
 
 
 def test_a_failed_recording_ends_the_grid(lab, monkeypatch, capsys):

@@ -69,6 +69,11 @@ def test_parsers_by_model_family(model, tool, reasoning):
     (["--simulate", "concise"], "needs an end"),
     (["--loss", "mystery"], "not ppo"),
     (["--engine-cores", "two"], "0-3"),
+    (["--engine-cores", "9999"], "of this machine"),
+    (["--trainer-cores", "1-0"], "of this machine"),
+    (["--dual-clip", "0.5"], "at least 1"),
+    (["--tracker", "no_such_tracker"], "no such package"),
+    (["--judge", "lexicon", "--judge-url", "http://x/v1", "--judge-model", "j"], "two different"),
     (["--steps", "many"], "invalid int"),
     (["--step", "3"], "--step"),
     (["--api-key-file", "/no/such"], "cannot be read"),
@@ -76,6 +81,42 @@ def test_parsers_by_model_family(model, tool, reasoning):
 def test_wrong_settings_are_refused_with_a_sentence(flags, words):
     with pytest.raises(Problem, match=words):
         parse(flags)
+
+
+def test_a_judges_url_is_asked():
+    """Once: on a CPU the word list judged all the same, and a slash at the end gave `//`."""
+    cfg = parse(["--judge-url", "http://x/v1/", "--judge-model", "j"])
+    assert (cfg.judge, cfg.judge_url) == ("llm", "http://x/v1")
+    assert parse([]).judge == "lexicon"
+
+
+@pytest.mark.parametrize("changed", [["--lora-rank", "8"], ["--run-dir", "elsewhere"]])
+def test_a_checkpoint_belongs_to_its_run(tmp_path, changed):
+    """Once: refused by the trainer only, with the run's config already written over."""
+    main.write_config(parse(["--run-dir", str(tmp_path)]))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/step-3.pt").touch()
+    resume = ["--resume", str(tmp_path)]
+    assert parse([*resume, "--lora-rank", "16", "--lr", "1e-3"]).lr == 1e-3
+    with pytest.raises(Problem, match="cannot be changed"):
+        parse([*resume, *changed])
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_ctrl_c_lets_full_weights_be_saved(monkeypatch, second):
+    """The trainer alone has them: it gets its order to end, and the time. A second Ctrl-C ends the
+    waiting. Once: hours of training were gone."""
+    asked = []
+
+    def alive():
+        asked.append(line.closing)
+        if second:
+            raise KeyboardInterrupt
+        return len(asked) < 4
+
+    line = SimpleNamespace(closing=False)
+    main.let_it_save(SimpleNamespace(line=line, trainer=SimpleNamespace(alive=alive)))
+    assert asked == [True] * (1 if second else 4)
 
 
 @pytest.mark.parametrize("name", sorted(main.MAY_BE_0))
