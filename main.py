@@ -238,9 +238,9 @@ def parse(argv):
     if given.resume:
         parser.set_defaults(**(old := recorded_config(given.resume)))
         given = parser.parse_args(argv)
-        for key in ("run_dir", "lora_rank"):
+        for key in ("run_dir", "lora_rank", "temperature"):
             if getattr(given, key) != old[key]:
-                raise Problem(f"--resume {given.resume}: its checkpoint belongs to "
+                raise Problem(f"--resume {given.resume}: its checkpoint and turns belong to "
                               f"--{key.replace('_', '-')} {old[key]}, which cannot be changed")
         said = sys.argv if argv is None else argv
         if given.loss != "decoupled" and not any(a.startswith("--tis-cap") for a in said):

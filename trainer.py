@@ -376,7 +376,9 @@ class Trainer:
                 batch = collate([prompts[i] for i in part], [responses[i] for i in part],
                                 self.device)
                 flat = (model or self.model)(batch, temperature, read or chosen(batch.targets))
-                columns = [column.cpu().split([len(responses[i]) for i in part]) for column in flat]
+                sizes = [len(responses[i]) for i in part]
+                # KEEP: a view would be sent to the other ranks with its whole storage
+                columns = [[x.clone() for x in column.cpu().split(sizes)] for column in flat]
                 found |= zip(part, zip(*columns, strict=True), strict=True)
         if world > 1:
             boxes = [None] * world
@@ -773,6 +775,9 @@ class Service:
                                         timeout=urllib3.Timeout(connect=10, read=300))
         self.sync = Sync(cfg, cfg.engine_url, queue, self.engine_canary)
         self.blocked = None  # since when all adapter slots have been in use
+        # KEEP: vLLM caches prompts by an adapter's name and path, and an engine that is not ours
+        # still has those of a run that was here before.
+        self.tag = f"-{time.time_ns()}" if cfg.policy_url else ""
 
     def share(self, ask):
         """Rank 0 asks; all ranks get the answer."""
@@ -820,7 +825,7 @@ class Service:
         waited, self.blocked = start - (self.blocked or start), None
         state = self.trainer.state()
         if self.cfg.lora_rank and self.boss:
-            folder = Path(self.cfg.run_dir) / "adapters" / f"v{version}"
+            folder = Path(self.cfg.run_dir) / "adapters" / f"v{version}{self.tag}"
             shutil.rmtree(folder, ignore_errors=True)  # of a run that is resumed
             self.trainer.save_adapter(folder, state)
             done = self.sync.push_lora(version, folder, t_new)

@@ -90,7 +90,8 @@ def test_a_judges_url_is_asked():
     assert parse([]).judge == "lexicon"
 
 
-@pytest.mark.parametrize("changed", [["--lora-rank", "8"], ["--run-dir", "elsewhere"]])
+@pytest.mark.parametrize("changed", [
+    ["--lora-rank", "8"], ["--run-dir", "elsewhere"], ["--temperature", "0.6"]])
 def test_a_checkpoint_belongs_to_its_run(tmp_path, changed):
     """Once: refused by the trainer only, with the run's config already written over."""
     main.write_config(parse(["--run-dir", str(tmp_path)]))

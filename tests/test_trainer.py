@@ -57,7 +57,7 @@ def config(model, **changes):
                 temperature=1.0, lr=0.0, token_budget=10_000, loss="ppo", loss_agg="sample",
                 max_grad_norm=1e9, hint_choice="longest",
                 topk="", kl_coef=0.0, tis_cap=5.0, updates_per_batch=1, freshness_half_life=0.0,
-                cpu_offload=False, compile=False)
+                cpu_offload=False, compile=False, policy_url="")
     return SimpleNamespace(**vars(KNOBS) | base | changes)
 
 
